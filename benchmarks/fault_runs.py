@@ -5,6 +5,7 @@ A run is resumed until it has finished. Every end before that has to be explaine
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -28,14 +29,13 @@ from benchmarks.fault_links import Links
 from benchmarks.fault_schedules import FORK_SERVER, MAIN, RANKS, Fault, Mode, Schedule
 
 BATCH_SIZE = 96
-NUM_STEPS: dict[Mode, int] = {"single": 1500, "processes": 300, "fleet": 1500}
-CHECKPOINT_EVERY: dict[Mode, int] = {"single": 150, "processes": 40, "fleet": 300}
+NUM_STEPS: dict[Mode, int] = {"single": 1000, "processes": 200, "fleet": 1000}
+CHECKPOINT_EVERY: dict[Mode, int] = {"single": 100, "processes": 25, "fleet": 200}
 MAX_RESTARTS = 50
 """Of a role: the faults of a schedule must not add up to a role that fails too often."""
 DISK_BYTES = 64 << 20
-DEADLINE_S = 600.0
-"""Of a whole schedule, and of a time without any step. Other work on the machine may make a run ten times slower."""
-STALLED_S = 240.0
+DEADLINE_S, STALLED_S = 3600.0, 600.0
+"""Of a whole schedule, and of a time without any step. Other work on the machine may make a run twenty times slower."""
 VICTIM_WAIT_S = 5.0
 """How long a victim may be missing, because it is being restarted, before its fault is left out."""
 GONE_S = 30.0
@@ -51,7 +51,7 @@ def recipe(schedule: Schedule, folder: Path) -> dict[str, Any]:
     num_train_samples = NUM_STEPS[mode] * BATCH_SIZE
     synth = {
         "num_train_samples": num_train_samples,
-        "num_eval_samples": 20_000 if mode == "fleet" else 1000,
+        "num_eval_samples": 10_000 if mode == "fleet" else 1000,
         "num_dense": 4,
         "num_sparse": 3,
     }
@@ -117,6 +117,55 @@ class Result:
     """Command lines of processes that were still there some time after the end."""
 
 
+class ForkedCommand:
+    """The command in a fork of this process, which has imported what it needs: as `subprocess.Popen`, with less processor time.
+
+    Only where this process has no other thread.
+    """
+
+    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+        import torch._dynamo  # noqa: F401, RUF100 - the optimizers do, and it takes a second
+
+        from rowstead.cli import app, main  # noqa: F401, RUF100
+        from rowstead.run import train  # noqa: F401, RUF100
+
+        sys.stdout.flush()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setsid()
+            printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for standard in (1, 2):
+                os.dup2(printed, standard)
+            os.environ.clear()
+            os.environ.update(environment)
+            tempfile.tempdir = None
+            sys.argv = ["rowstead", *arguments]
+            main.command()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(POLL_INTERVAL_S)
+        return code
+
+
 class StalledError(Exception):
     """A run neither progresses nor ends."""
 
@@ -163,8 +212,9 @@ class SmallDisk:
 class DisturbedRun:
     """One schedule's run. Everything of it is under `folder`, the temporary files of its processes too."""
 
-    def __init__(self, schedule: Schedule, folder: Path) -> None:
-        self.schedule, self._folder = schedule, folder
+    def __init__(self, schedule: Schedule, folder: Path, *, is_warm: bool = False) -> None:
+        """`is_warm` forks the command of a single process."""
+        self.schedule, self._folder, self._is_warm = schedule, folder, is_warm
         self._temporary = folder / "t"
         self._temporary.mkdir()
         self._environment = {**os.environ, "TMPDIR": str(self._temporary), "COLUMNS": "200"}
@@ -182,7 +232,7 @@ class DisturbedRun:
         self._undo: list[tuple[float, Callable[[], None]]] = []
         self._slow: list[tuple[float, list[psutil.Process]]] = []
         self._is_stopped, self._turned_s = False, 0.0
-        self._main: subprocess.Popen[bytes] | None = None
+        self._main: subprocess.Popen[bytes] | ForkedCommand | None = None
         self._deadline = time.monotonic() + DEADLINE_S
         self._moved_s, self._moved_at = time.monotonic(), (-1, -1)
 
@@ -243,6 +293,9 @@ class DisturbedRun:
         log = self._folder / f"printed-{len(self._parts)}.txt"
         is_full = self._disk is not None and self._disk.is_full
         self._parts.append(Part(self.num_steps, self._lost_at_checkpoints(), time.monotonic(), log, disk_was_full=is_full))
+        if self._is_warm and self.schedule.mode == "single":
+            self._main = ForkedCommand(arguments, log, self._environment)
+            return
         with open(log, "wb") as file:
             command = [sys.executable, "-m", "rowstead", *arguments]
             self._main = subprocess.Popen(
@@ -325,6 +378,7 @@ class DisturbedRun:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 is_ours = process.environ().get("TMPDIR") == str(self._temporary)
+                is_ours |= isinstance(self._main, ForkedCommand) and process.pid == self._main.pid  # has our environment
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
@@ -492,10 +546,10 @@ def cut_tcp(processes: Any) -> bool:
 
 
 @contextlib.contextmanager
-def disturbed(schedule: Schedule, *, parent: Path | None = None) -> Iterator[Result]:
+def disturbed(schedule: Schedule, *, is_warm: bool = False) -> Iterator[Result]:
     """Run a schedule in a temporary folder, which is there inside the `with`."""
-    with tempfile.TemporaryDirectory(prefix="faults-", dir=parent, ignore_cleanup_errors=True) as folder:
-        running = DisturbedRun(schedule, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+        running = DisturbedRun(schedule, Path(folder), is_warm=is_warm)
         try:
             yield running.run()
         finally:

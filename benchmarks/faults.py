@@ -20,11 +20,14 @@ single processes and jobs, and the rest is left out and counted under `skipped`.
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 from benchmarks.fault_oracle import Category, Finding, Reference, check, read_reference
 from benchmarks.fault_runs import Result, disturbed
@@ -42,20 +45,21 @@ KEYS: dict[Category, str] = {
 
 
 class References:
-    """Undisturbed runs, each made when it is first needed."""
+    """Undisturbed runs, each made when it is first needed, and kept in a folder."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str, str], Reference] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def of(self, schedule: Schedule) -> Reference:
-        key = (schedule.mode, schedule.training, schedule.fleet)
-        if key not in self._known:
+        kept = self._folder / "_".join(filter(None, (schedule.mode, schedule.training, schedule.fleet)))
+        if not (kept / "record.json").exists():
             undisturbed = Schedule(seed=0, mode=schedule.mode, training=schedule.training, fleet=schedule.fleet, faults=())
             with disturbed(undisturbed) as result:
                 if result.hang is not None or result.parts[-1].code:
-                    raise SystemExit(f"an undisturbed run fails:\n{result.parts[-1].printed}")
-                self._known[key] = read_reference(result.out)
-        return self._known[key]
+                    raise SystemExit(f"an undisturbed run fails: {result.hang or ''}\n{result.parts[-1].printed}")
+                shutil.copytree(result.out / "checkpoints", kept / "checkpoints", dirs_exist_ok=True)
+                shutil.copy(result.out / "record.json", kept)
+        return read_reference(kept)
 
 
 def main() -> None:
@@ -65,11 +69,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="that of the first schedule; the next ones count on from it")
     parser.add_argument("--mode", choices=MODES, help="only runs of this kind: a schedule's seed then draws another one")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the files of failing runs there")
+    parser.add_argument(
+        "--references", type=Path, metavar="FOLDER", help="keep undisturbed runs there, and use those that are there"
+    )
+    parser.add_argument("--warm", action="store_true", help="fork single processes, which saves their imports")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_schedules(options, References(options.references or Path(folder)), parser.error)
+
+
+def run_schedules(options: argparse.Namespace, references: References, refuse: Callable[[str], NoReturn]) -> None:
     most = options.schedules if options.schedules is not None else QUICK_SCHEDULES if options.quick else None
     if most is None and options.minutes is None:
-        parser.error("say how long: --minutes N, or --schedules N")
-    references, faults, findings, skipped = References(), Counter[tuple[str, str]](), Counter[str](), Counter[str]()
+        refuse("say how long: --minutes N, or --schedules N")
+    faults, findings, skipped = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
     schedules, parts = Counter[str](), Counter[str]()
     modes = MODES if options.mode is None else (options.mode,)
     started_s, number = time.monotonic(), 0
@@ -79,7 +92,7 @@ def main() -> None:
             number += 1
             took_s = time.monotonic()
             reference = references.of(schedule)
-            with disturbed(schedule) as result:
+            with disturbed(schedule, is_warm=options.warm) as result:
                 found = check_safely(result, reference)
                 if found and options.keep is not None:
                     keep(result.out.parent, options.keep / f"seed-{schedule.seed}")

@@ -86,7 +86,8 @@ def unpack(
                 raise WireError(f"a batch has {num_bags:,} bags; the limit is {_MAX_BAGS:,}")
             lengths = _read_count(facts["length"]) if "length" in facts else next(given)
             if isinstance(lengths, Tensor) and (
-                lengths.dtype not in LENGTH_DTYPES
+                lengths.dim() != 1
+                or lengths.dtype not in LENGTH_DTYPES
                 or (lengths.numel() and lengths.dtype != torch.uint8 and int(lengths.amin()) < 0)
             ):
                 raise WireError("invalid lengths of bags")
