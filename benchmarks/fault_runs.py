@@ -40,6 +40,7 @@ VICTIM_WAIT_S = 5.0
 """How long a victim may be missing, because it is being restarted, before its fault is left out."""
 GONE_S = 30.0
 """Time for the processes of a run to exit after it."""
+MAX_STARTS = 30
 DUTY_S = (0.04, 0.01)
 """A slow process is stopped and continued for so long in turns."""
 POLL_INTERVAL_S = 0.01
@@ -279,8 +280,8 @@ class DisturbedRun:
 
     def _start(self) -> None:
         """Start the command, or resume its run where there is one."""
-        if len(self._parts) > 40:
-            raise StalledError("the run was started 40 times")
+        if len(self._parts) > MAX_STARTS:
+            raise StalledError(f"the run was started {len(self._parts)} times")
         arguments = ["train", "--resume", str(self._out)]
         if not (self._out / "spec.yaml").exists():  # killed before there was a run: what its folder has is none
             shutil.rmtree(self._out, ignore_errors=True)

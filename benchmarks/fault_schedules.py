@@ -23,7 +23,7 @@ DISK = "disk"
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 FLEETS = (
     "trainers=2,sparse=2,dense=1,readers=1",
-    "trainers=2,sparse=1,dense=0,readers=2",
+    "trainers=1,sparse=1,dense=0,readers=2",
     "trainers=1,sparse=2,dense=1,readers=1",
     "trainers=2,sparse=2,dense=2,readers=1",
 )

@@ -21,6 +21,7 @@ single processes and jobs, and the rest is left out and counted under `skipped`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import tempfile
 import time
@@ -57,8 +58,10 @@ class References:
             with disturbed(undisturbed) as result:
                 if result.hang is not None or result.parts[-1].code:
                     raise SystemExit(f"an undisturbed run fails: {result.hang or ''}\n{result.parts[-1].printed}")
-                shutil.copytree(result.out / "checkpoints", kept / "checkpoints", dirs_exist_ok=True)
-                shutil.copy(result.out / "record.json", kept)
+                with tempfile.TemporaryDirectory(dir=self._folder) as folder:  # another bench may make the same one
+                    shutil.copytree(result.out, Path(folder) / kept.name, ignore=shutil.ignore_patterns("roles", "ballast"))
+                    with contextlib.suppress(OSError):
+                        (Path(folder) / kept.name).rename(kept)
         return read_reference(kept)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from rowstead.fleet.deduplication import Caller
@@ -184,9 +185,12 @@ def _flat(message: Message) -> Tensor:
     return message.tensors[0]
 
 
+_MAX_NUMBER = float(torch.finfo(torch.float32).max)
+
+
 def _number(message: Message, key: str) -> float:
     value = message.facts.get(key)
-    if not is_figure(value) or value < 0:
+    if not is_figure(value) or not 0 <= value <= _MAX_NUMBER:
         raise RowsteadError(f"`{message.kind}` needs a number `{key}`, got {str(value)[:40]}")
     return float(value)
 
