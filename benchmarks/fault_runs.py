@@ -137,6 +137,7 @@ class ForkedCommand:
             return
         code = 1
         try:
+            atexit._clear()  # or this fork would remove our temporary folders
             os.setsid()
             printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for standard in (1, 2):
@@ -287,7 +288,7 @@ class DisturbedRun:
             shutil.rmtree(self._out, ignore_errors=True)
             arguments = ["train", str(self._recipe), "--out", str(self._out)]
             if self.schedule.mode == "fleet":
-                more = f"{self.schedule.fleet},snapshot_every_s=2,max_restarts={MAX_RESTARTS}"
+                more = f"{self.schedule.fleet},snapshot_every_s=2,max_restarts={MAX_RESTARTS},start_s={STALLED_S:g}"
                 arguments += ["--fleet", more]
         if self.schedule.mode == "processes":
             arguments += ["--processes", "2"]

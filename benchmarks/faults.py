@@ -98,7 +98,7 @@ def run_schedules(options: argparse.Namespace, references: References, refuse: C
             with disturbed(schedule, is_warm=options.warm) as result:
                 found = check_safely(result, reference)
                 if found and options.keep is not None:
-                    keep(result.out.parent, options.keep / f"seed-{schedule.seed}")
+                    keep(result.temporary.parent, options.keep / f"seed-{schedule.seed}")
             schedules[schedule.mode] += 1
             parts[schedule.mode] += len(result.parts)
             faults.update((schedule.mode, fault.kind) for fault in result.injected)

@@ -261,7 +261,7 @@ class Fuzzer:
         self._log = Tracebacks()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._clients: dict[str, Client] = {}
+        self.clients: dict[str, Client] = {}
         self._batch = pack(next(iter(source.batches(10)))[0])
         self._rss_bytes = 0
 
@@ -272,7 +272,7 @@ class Fuzzer:
         for name, server in self._servers.items():
             self._stack.callback(server.close)
             server.start()
-            self._clients[name] = self._stack.enter_context(Client(server.address, name="good", deadline_s=HANGS_AFTER_S))
+            self.clients[name] = self._stack.enter_context(Client(server.address, name="good", deadline_s=HANGS_AFTER_S))
             self._connect(name)
         return self
 
@@ -349,7 +349,7 @@ class Fuzzer:
     def settle(self, case: int) -> None:
         """Read the answers so far, and check that every server still serves, logs no traceback, and takes no more memory."""
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-        for name, client in self._clients.items():
+        for name, client in self.clients.items():
             assert client.call("status").facts["name"], f"{name} does not answer after case {case}"
             while self._sockets[name].poll(0):
                 first = self._sockets[name].recv_multipart()[0]
