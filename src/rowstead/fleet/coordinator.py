@@ -225,8 +225,7 @@ class Coordinator:
                 supervisor.close()
         record = None
         if outcome.ending != "interrupted":
-            device, kernel = self._device()
-            record = build_record(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(supervisor.handles))
+            record = build_record(spec, outcome, *self._device(), usage.figures(), num_processes=1 + len(supervisor.handles))
             role_figures = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
@@ -242,16 +241,13 @@ class Coordinator:
         """Build the launcher of the roles. Those that may be on other machines authenticate with keys; those here use Unix sockets."""
         path = self._folder.path
         if self._fleet.start == "here":
-            options: dict[str, Any] = {"on_message": self._callback.on_message, "start_s": self._fleet.start_s}
-            return ForkServer(path, ROLES_MODULE, environ=role_environment(cores), **options)
+            environ, on_message = role_environment(cores), self._callback.on_message
+            return ForkServer(path, ROLES_MODULE, environ=environ, on_message=on_message, start_s=self._fleet.start_s)
         create_keys(path)
         if self._fleet.start == "manual":
             return ManualLauncher(path, self._callback.on_message)
-        resources, num_gpus = (
-            dict.fromkeys(KINDS, RoleResources(num_cpus=self._fleet.ray_cpus)),
-            float(self._spec.device == "cuda"),
-        )
-        threads = self._spec.train.sync.hogwild_threads
+        resources = dict.fromkeys(KINDS, RoleResources(num_cpus=self._fleet.ray_cpus))
+        threads, num_gpus = self._spec.train.sync.hogwild_threads, float(self._spec.device == "cuda")
         resources["trainer"] = RoleResources(num_cpus=threads * self._fleet.ray_cpus, num_gpus=num_gpus)
         return RayRoles(path, self._fleet, resources)
 
