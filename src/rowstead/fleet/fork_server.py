@@ -86,8 +86,8 @@ class ForkServer:
         self._activity = FileActivity(self._log)
         self._is_ready = self._is_silent = False
         """Whether it has imported everything and gives signs of life; whether it was killed because it gave none."""
-        self._failure = ""
-        """Why it exited last."""
+        self._failure, self._would_fail_again = "", False
+        """Why it exited last, and whether it was not killed by somebody else."""
         self._partial_line = b""
         self._replies: list[dict[str, Any]] = []
         self._running: dict[int, ForkedRole] = {}
@@ -100,7 +100,8 @@ class ForkServer:
         files = RoleFiles(self._folder, kind, number)
         files.address.unlink(missing_ok=True)
         request = json.dumps({"kind": kind, "number": number, "incarnation": incarnation}).encode() + b"\n"
-        if not any(self._has_reply(request) for _ in range(MAX_STARTS)):
+        self._would_fail_again = False
+        if not any(self._has_reply(request) for _ in range(MAX_STARTS) if not self._would_fail_again):
             printed = self._log.read_text(errors="replace")[-2000:]
             raise RowsteadError(
                 f"roles cannot be started: the fork server {self._failure}. The end of {self._log}:\n{printed or '(it printed nothing)'}"
@@ -202,7 +203,7 @@ class ForkServer:
             how = "gave no sign of life and has been killed"
             if not self._is_ready:
                 how = f"was not ready after {self._start_s:g} s and has been killed: raise `fleet.start_s` if the machine is only slow"
-        self._failure = how
+        self._failure, self._would_fail_again = how, code >= 0 or (self._is_silent and not self._is_ready)
         if self._running:
             self._on_message(f"the fork server {how}, and all roles with it: restarting them")
         for role in list(self._running.values()):
