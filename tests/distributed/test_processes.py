@@ -178,6 +178,21 @@ def test_ctrl_c_saves_once_and_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_job_that_is_stopped_while_one_process_is_dead_says_what_is_lost(tmp_path: Path) -> None:
+    given, out = recipe(tmp_path, checkpoint_every=10, epochs=1000), tmp_path / "stopped"
+    started = command(given, "--processes", 2, "--out", out)
+    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_until(lambda: steps_saved(out) >= 10, what="a checkpoint")
+        ranks = children(process)
+        next(rank for rank in ranks if rank.environ().get("RANK") == "1").kill()
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED, said
+    assert "process 1 was killed by SIGKILL before all had stopped: progress since the last checkpoint is lost" in said
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+@pytest.mark.slow
 def test_no_process_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     given, out = recipe(tmp_path, checkpoint_every=10, epochs=1000), tmp_path / "orphaned"
     process = subprocess.Popen(command(given, "--processes", 2, "--out", out), stdout=subprocess.DEVNULL)

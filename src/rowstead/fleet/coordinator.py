@@ -243,13 +243,13 @@ class Coordinator:
         """Build the launcher of the roles. Those that may be on other machines authenticate with keys; those here use Unix sockets."""
         path = self._folder.path
         if self._fleet.start == "here":
-            return ForkServer(path, ROLES_MODULE, environ=role_environment(cores), on_message=self._callback.on_message)
+            environ, on_message = role_environment(cores), self._callback.on_message
+            return ForkServer(path, ROLES_MODULE, environ=environ, on_message=on_message, start_s=self._fleet.start_s)
         create_keys(path)
         if self._fleet.start == "manual":
             return ManualLauncher(path, self._callback.on_message)
         resources = dict.fromkeys(KINDS, RoleResources(num_cpus=self._fleet.ray_cpus))
-        num_gpus = 1.0 if self._spec.device == "cuda" else 0.0
-        threads = self._spec.train.sync.hogwild_threads
+        threads, num_gpus = self._spec.train.sync.hogwild_threads, float(self._spec.device == "cuda")
         resources["trainer"] = RoleResources(num_cpus=threads * self._fleet.ray_cpus, num_gpus=num_gpus)
         return RayRoles(path, self._fleet, resources)
 
@@ -412,8 +412,9 @@ class Coordinator:
         progress = self._figures.progress(rows)
         if progress is None:
             return
-        self._position.step, self._position.num_samples = progress.step, progress.num_samples
-        self._position.train_s, self._position.num_lost_updates = self._figures.train_s, self._figures.num_lost_updates
+        position, figures = self._position, self._figures
+        position.step, position.num_samples = progress.step, progress.num_samples
+        position.train_s, position.num_lost_updates = figures.train_s, figures.num_lost_updates
         self._reporter.on_step(progress)
 
     def _record_role_event(self, event: str, handle: RoleHandle, reason: str) -> None:

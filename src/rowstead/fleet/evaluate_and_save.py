@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rowstead.data.open_log import Sources
+from rowstead.fleet.batch_assignments import parse_log
 from rowstead.fleet.build import read_reader_progress
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.records.run_folder import BEST, RunFolder
@@ -41,6 +42,19 @@ def run_in_background(work: Callable[[], T]) -> Future[T]:
 def wait_for(future: Future[Any], timeout_s: float) -> bool:
     """Wait for at most `timeout_s`; return whether the work is done."""
     return bool(concurrent.futures.wait([future], timeout_s).done)
+
+
+def position_in_logs(position: Position, progress: Sequence[str]) -> Position:
+    """Return the position of a checkpoint with these assignment logs: what trainers have reported is up to half a second older."""
+    try:
+        readers = [parse_log(text.encode())[1] for text in progress]
+    except ValueError:  # there is none yet
+        return dataclasses.replace(position)
+    num_done, num_assigned = sum(reader.num_done for reader in readers), sum(reader.next_number for reader in readers)
+    num_samples = sum(reader.num_samples for reader in readers)
+    return dataclasses.replace(
+        position, step=num_done, num_samples=round(num_samples * num_done / num_assigned) if num_assigned else 0
+    )
 
 
 class EvaluateAndSave:
@@ -97,7 +111,8 @@ class EvaluateAndSave:
     def save(self, *, is_changed: bool = False) -> None:
         """Save the gathered model, unless the newest checkpoint is of this step and the model has not changed since."""
         if is_changed or self._position.step != self._saved_step:
-            self._write(self._position, read_reader_progress(self._spec, self._folder.path))
+            progress = read_reader_progress(self._spec, self._folder.path)
+            self._write(position_in_logs(self._position, progress), progress)
 
     def evaluate(self) -> tuple[Quality, Quality | None]:
         """Evaluate the gathered model on the whole evaluation split and, if there is one, on the test split."""
@@ -141,8 +156,8 @@ class EvaluateAndSave:
     # In the background
 
     def _run_task(self, task: str) -> bool:
-        position = dataclasses.replace(self._position)
         progress = read_reader_progress(self._spec, self._folder.path)  # before the rows: newer batches are trained on again
+        position = position_in_logs(self._position, progress)
         self._model.gather()
         if task == "checkpoint":
             self._write(position, progress)
