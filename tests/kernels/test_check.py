@@ -120,7 +120,7 @@ def fits_by_hand(layout: Layout, ids: list[int], offsets: list[int], num_samples
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_all_ways_to_check_agree_with_one_id_at_a_time(data: st.DataObject) -> None:
-    from rowstead.kernels.gpu import embedding as gpu
+    from rowstead.kernels.gpu.check import fits
 
     layout = data.draw(layouts())
     sparse = data.draw(sparse_batches(layout, weighted=False))
@@ -131,7 +131,7 @@ def test_all_ways_to_check_agree_with_one_id_at_a_time(data: st.DataObject) -> N
     wanted = fits_by_hand(layout, ids.tolist(), offsets.tolist(), sparse.num_samples)
     assert check._fits_numba(layout, ids, offsets, sparse.num_samples) == wanted
     assert check._fits_torch(layout, ids, offsets, sparse.num_samples) == wanted
-    assert gpu.fits(layout, ids.to(DEVICE), offsets.to(DEVICE)) == wanted
+    assert fits(layout, ids.to(DEVICE), offsets.to(DEVICE)) == wanted
     if wanted:
         check_sparse(layout, ids, offsets)
     else:

@@ -90,7 +90,7 @@ def _fits(layout: Layout, ids: Tensor, offsets: Tensor, num_samples: int) -> boo
     from rowstead.kernels.choose import has_triton  # which imports this module
 
     if ids.device.type == "cuda" and has_triton():
-        from rowstead.kernels.gpu.embedding import fits
+        from rowstead.kernels.gpu.check import fits
 
         return fits(layout, ids, offsets)
     return _fits_torch(layout, ids, offsets, num_samples)

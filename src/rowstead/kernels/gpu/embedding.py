@@ -25,7 +25,6 @@ from torch import Tensor
 
 from rowstead.kernels.gpu.embedding_kernels import (
     apply_tiles,
-    check_bags,
     compute_keys,
     join_tiles,
     plan_keys,
@@ -98,20 +97,6 @@ def lookup(
         layout.total_width, WEIGHTED=weights is not None, **shape, R=at_a_time, S=streams, num_warps=warps,
     )  # fmt: skip
     return pooled
-
-
-def fits(layout: Layout, ids: Tensor, offsets: Tensor) -> bool:
-    """Whether offsets [F*B + 1] rise from 0 to nnz and each id lies in its table, by one launch and one synchronization."""
-    num_ids, num_bags = ids.numel(), offsets.numel() - 1
-    if not num_bags:
-        return num_ids == 0 and int(offsets[0]) == 0
-    _, limits = _layout_tensors(layout, ids.device).naming
-    is_wrong = torch.zeros(1, dtype=torch.int32, device=ids.device)
-    tall, wide = _bags_and_ids(num_ids, num_bags)
-    check_bags[(triton.cdiv(num_bags, tall),)](
-        ids, offsets, limits, is_wrong, num_ids, num_bags // layout.num_features, num_bags, BAGS=tall, L=wide, num_warps=4
-    )  # fmt: skip
-    return not is_wrong.item()
 
 
 def update(

@@ -88,28 +88,6 @@ def pool(
 
 @quick_launch
 @triton.jit
-def check_bags(ids, offsets, limits, is_wrong, num_ids, num_samples, num_bags, BAGS: tl.constexpr, L: tl.constexpr):
-    """Set `is_wrong` unless offsets rise from 0 to `num_ids` and each id is a row of its table; no other id is read."""
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)[:, None]
-    live = bag < num_bags
-    begin = tl.load(offsets + bag, mask=live, other=0)
-    end = tl.load(offsets + bag + 1, mask=live, other=0)
-    is_whole = ((bag > 0) | (begin == 0)) & ((bag < num_bags - 1) | (end == num_ids))
-    rises = (begin >= 0) & (begin <= end) & (end <= num_ids)
-    wrong = live & ~(is_whole & rises)
-    limit = tl.load(limits + bag // num_samples, mask=live, other=0)
-    longest = tl.max(tl.max(tl.where(wrong, 0, end - begin), axis=1), axis=0)
-    for start in range(0, longest, L):
-        index = begin + start + tl.arange(0, L)[None, :]
-        on = live & ~wrong & (index < end)
-        row = tl.load(ids + index, mask=on, other=0).to(tl.int64)
-        outside = on & ((row < 0) | (row >= limit))
-        wrong = wrong | (tl.max(outside.to(tl.int32), axis=1, keep_dims=True) != 0)
-    tl.store(is_wrong + bag * 0, 1, mask=wrong)
-
-
-@quick_launch
-@triton.jit
 def compute_keys(
     ids, offsets, keys, bags, row_base, limits, num_samples, num_bags,
     NONE: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr,
