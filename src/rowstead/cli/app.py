@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs, so that `rowstead --help` starts fast."""
+"""Registers all commands, and has train, evaluate, predict, export and recipes. Each imports what it needs, so that `rowstead --help` starts fast."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class FleetFigures:
             loss=_mean(usage.last.get("loss") for usage in trainers) or math.nan,
             samples_per_s=self.samples_per_s or 0.0,
             waiting_share=waiting or 0.0,
-            ne=_mean(usage.last.get("ne") for usage in trainers) if HEADS[self._spec.train.loss].measure == "ne" else None,
+            ne=_mean(usage.last.get("ne") for usage in trainers) if HEADS[self._spec.train.loss].is_log_loss else None,
         )
 
     @property

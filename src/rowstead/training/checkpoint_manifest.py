@@ -19,7 +19,7 @@ from rowstead.spec.errors import CheckpointError
 from rowstead.training.checkpoint_files import DTYPES, ENCODINGS, SavedPiece, invalid
 
 FORMAT = 2
-READABLE = (1, 2)
+READABLE = tuple(range(1, FORMAT + 1))
 """Formats that this version reads: the first has neither columns nor increments."""
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"

@@ -343,7 +343,7 @@ class Loop:
     # Reports
 
     def _train_ne(self) -> float | None:
-        return self._moving_loss.ne if HEADS[self.spec.train.loss].measure == "ne" else None
+        return self._moving_loss.ne if HEADS[self.spec.train.loss].is_log_loss else None
 
     def _report_step(self) -> None:
         position, moving = self.position, self._moving_loss

@@ -22,6 +22,7 @@ _ROWWISE_ADAGRAD = ROW_OPTIMIZERS["rowwise_adagrad"].code
 _ADAM = ROW_OPTIMIZERS["adam"].code
 _MOMENTUM = ROW_OPTIMIZERS["momentum"].code
 _ROWWISE_ADAM = ROW_OPTIMIZERS["rowwise_adam"].code
+assert set(ROW_OPTIMIZERS) == {"sgd", "adagrad", "rowwise_adagrad", "adam", "momentum", "rowwise_adam"}, "each has a rule below"
 _L2, _DECAY = NUM_SCALARS - 2, NUM_SCALARS - 1
 
 

@@ -12,6 +12,7 @@ _ADAGRAD = tl.constexpr(ROW_OPTIMIZERS["adagrad"].code)
 _ROWWISE_ADAGRAD = tl.constexpr(ROW_OPTIMIZERS["rowwise_adagrad"].code)
 _ADAM = tl.constexpr(ROW_OPTIMIZERS["adam"].code)
 _ROWWISE_ADAM = tl.constexpr(ROW_OPTIMIZERS["rowwise_adam"].code)
+_MOMENTUM = tl.constexpr(ROW_OPTIMIZERS["momentum"].code)
 
 
 @triton.jit
@@ -54,7 +55,8 @@ def row_change(grad, first_at, second_at, width, d, live, on, scalars, KIND: tl.
         tl.store(first_at + d, one, mask=on)
         tl.store(second_at, two, mask=live)
         change = one * (lr * tl.load(scalars + 4) / (tl.sqrt(two) + eps))
-    else:  # SGD with momentum
+    else:
+        tl.static_assert(KIND == _MOMENTUM, "every row optimizer has a rule")
         velocity = tl.load(scalars + 1) * tl.load(first_at + d, mask=on, other=0.0) + grad
         tl.store(first_at + d, velocity, mask=on)
         change = lr * velocity
