@@ -71,10 +71,10 @@ class CrossExperts(nn.Module):
         self.u = nn.ModuleList(nn.Linear(experts * rank, width, bias=False) for _ in range(num_layers))
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(num_layers))
         self.gate = nn.Linear(width, experts, bias=False)
-        for v, c, u in zip(self.v, self.c, self.u, strict=True):
-            nn.init.normal_(v.weight, std=(2 / (width + rank)) ** 0.5)
-            nn.init.normal_(c, std=(1 / rank) ** 0.5)
-            nn.init.normal_(u.weight, std=(2 / (width + rank)) ** 0.5)
+        for weight in (*self.v.parameters(), *self.u.parameters()):
+            nn.init.normal_(weight, std=(2 / (width + rank)) ** 0.5)
+        for weight in self.c:
+            nn.init.normal_(weight, std=(1 / rank) ** 0.5)
 
     def forward(self, dense: None, start: Tensor) -> Tensor:
         x = start

@@ -50,6 +50,7 @@ class CompressedInteraction(nn.Module):
         start = vectors.transpose(1, 2)  # [B, D, M]
         maps, sums = start, []
         for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
             if layer.out_features < start.shape[2]:  # sum over j first, which makes fewer numbers than all products do
                 of_maps = functional.linear(start, layer.weight.view(-1, start.shape[2])).unflatten(2, (-1, maps.shape[2]))
                 maps = (of_maps * maps.unsqueeze(2)).sum(dim=3)  # [B, D, H]

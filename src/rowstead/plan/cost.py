@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rowstead.plan.work import Layer, StepWork, TableWork
+from rowstead.plan.work import StepWork, TableWork
 from rowstead.spec.machine import Compute, Machine, Memory, Precision
+from rowstead.spec.network_options import Layer
 from rowstead.spec.software import Software
 from rowstead.spec.timings import Timings
 
