@@ -34,9 +34,9 @@ FEATURES = FeaturesSpec(
 PROJECTED = InteractionSpec(num_dense_vectors=3, pairs="dense_sparse")
 
 
-def stepper_of(train: TrainSpec, interaction: str = "dot") -> Stepper:
+def stepper_of(train: TrainSpec, interaction: str = "dot", **options: Any) -> Stepper:
     kind = InteractionSpec(kind=interaction) if interaction != "dense_sparse" else PROJECTED  # type: ignore[arg-type]
-    model = ModelSpec(width=16, bottom=(32,), top=(32, 16), interaction=kind)
+    model = ModelSpec(width=16, bottom=(32,), top=(32, 16), interaction=kind, **options)
     layout = layout_of(FEATURES, tables_of(FEATURES, width=16))
     store = DeviceStore(layout, train.sparse_optimizer, seed=1, device="cuda", check=False)
     torch.manual_seed(1)
@@ -91,6 +91,34 @@ def test_graphs_do_what_single_launches_do(index: int, interaction: str) -> None
     others = launches.state()
     for name, value in graphs.state().items() if is_exact else ():
         torch.testing.assert_close(value.float().cpu(), others[name].float().cpu(), rtol=tolerance, atol=10 * tolerance)
+
+
+@needs_gpu
+@pytest.mark.parametrize("interaction", ["dot", "cross"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_graphs_draw_the_dropout_of_single_launches_and_normalise_as_they_do(
+    norm: str, precision: str, interaction: str
+) -> None:
+    rows = SparseOptimizerSpec(kind="rowwise_adam", lr=0.01, l2=0.1, weight_decay=0.1)
+    spec = TrainSpec(
+        precision=precision,  # type: ignore[arg-type]
+        sparse_optimizer=rows,
+        dense_optimizer=DenseOptimizerSpec(kind="adamw", weight_decay=0.1),
+        label_smoothing=0.1,
+    )
+    options = {"bottom_norm": norm, "top_norm": norm, "bottom_dropout": 0.2, "top_dropout": 0.4}
+    graphs = stepper_of(spec, interaction, **options)
+    launches = stepper_of(dataclasses.replace(spec, cuda_graphs=False), interaction, **options)
+    for number in range(1, 9):
+        batch = batch_of(number)
+        assert graphs.step(batch, number) == pytest.approx(launches.step(batch, number), rel=1e-2), number
+    assert any(captured.graph is not None for captured in captured_by(graphs))
+    resumed = stepper_of(spec, interaction, **options)
+    resumed.load_state({name: value.clone() for name, value in graphs.state().items()})
+    for number in range(9, 12):
+        batch = batch_of(number)
+        assert graphs.step(batch, number) == pytest.approx(resumed.step(batch, number), rel=1e-5), number
 
 
 @needs_gpu

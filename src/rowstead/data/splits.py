@@ -88,7 +88,7 @@ def _hash_rows(rule: SplitSpec, read: ReadColumn, at: tuple[int, int], start: in
     """A number in [0, 1) for each row of a row group: of its index in the log, or of its value in a column."""
     keys = np.arange(start, start + num_rows) if rule.column is None else _keys(read(*at, rule.column), rule.column)
     hashes = mix_ids(mix_ids(keys).view(np.int64) ^ _SALT)
-    return (hashes >> np.uint64(11)) * 2.0**-53
+    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _keys(column: pa.Array, name: str) -> NDArray[np.int64]:
