@@ -98,7 +98,7 @@ class PackedRows:
             lengths=np.concatenate([part.lengths for part in parts]),
             ids=np.concatenate([part.ids for part in parts]),
             scalars=tuple(np.concatenate(values) for values in zip(*(part.scalars for part in parts), strict=True)),
-            groups=None if parts[0].groups is None else np.concatenate([part.groups for part in parts]),  # type: ignore[misc]
+            groups=None if parts[0].groups is None else np.concatenate([part.groups for part in parts]),
         )
 
 
