@@ -59,6 +59,11 @@ class CheckpointChanges:
             for table in tables:
                 torch.from_numpy(self._touched.bits(table)).copy_(saved.tensors.touched(table.name))
 
+    @property
+    def marks_rows(self) -> bool:
+        """Whether `mark` does anything; the ids of a batch that is staged for a GPU are not free."""
+        return self._touched is not None
+
     def mark(self, sparse: Sparse) -> None:
         """Mark the rows of a batch in CPU memory, which a step is about to change."""
         if self._touched is not None:

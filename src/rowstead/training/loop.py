@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rowstead.data.batch import Batch
+from rowstead.data.batch import Batch, StagedBatch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
-from rowstead.data.source import Cursor
+from rowstead.data.row_order import Cursor
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.cost import Cost, counted
 from rowstead.records.run_folder import BEST
@@ -38,6 +38,8 @@ from rowstead.training.throughput import ReaderReport, Throughput, reader_report
 PREFETCH_BATCHES = 4
 MAX_PENDING_STEPS = 4
 """Steps that the host may be ahead of a GPU before it waits for a loss."""
+ReaderAt = tuple[int, Cursor]
+"""Epoch, and where its reader is after a batch."""
 Ending = Literal["finished", "interrupted", "stopped early"]
 
 
@@ -137,10 +139,10 @@ class Loop:
     def _run(self) -> TrainOutcome:
         position = self.position
         ending: Ending = "stopped early" if self._early_stopping.should_stop else "finished"
-        while ending == "finished" and position.epoch < self.spec.train.epochs and not self._is_done():
-            ending = self._run_epoch()
+        if ending == "finished" and position.epoch < self.spec.train.epochs and not self._is_done():
+            ending = self._run_epochs()
             if ending == "finished" and not self._is_done():
-                position.epoch, position.cursor = position.epoch + 1, None
+                position.epoch, position.cursor = self.spec.train.epochs, None
         if position.step == 0 and ending == "finished":
             raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
         quality = test = None
@@ -176,16 +178,18 @@ class Loop:
         self.save()
         return quality or self._evaluate(max_samples=None)
 
-    def _run_epoch(self) -> Ending:
-        """Train on the rest of the current epoch."""
+    def _run_epochs(self) -> Ending:
+        """Train on the rest of the current epoch, and on those after it."""
         position = self.position
         with Prefetch(self._batches(), depth=PREFETCH_BATCHES) as batches:
             started = time.perf_counter()
             on_device = self._on_device(self._time_waiting(iter(batches)))
-            for batch, device_batch, cursor in self.stepper.prefetch(on_device):
+            for batch, device_batch, (epoch, cursor) in self.stepper.prefetch(on_device):
+                position.epoch = epoch
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
                 with _name_location(where):
-                    self._changes.mark(batch.sparse)
+                    if self._changes.marks_rows:
+                        self._changes.mark(batch.sparse)
                     loss = self.stepper.start(device_batch, position.step + 1)
                 totals = batch.totals
                 self._pending.append(_PendingLoss(totals.weight, totals.mean_label, loss, where))
@@ -217,16 +221,23 @@ class Loop:
 
     # Batches
 
-    def _batches(self) -> Iterator[tuple[Batch, Cursor]]:
-        """The rest of the epoch; the thread that prefetches runs all of it."""
-        batch_size, position = self.spec.train.batch_size, self.position
-        batches: Iterator[tuple[Batch, Cursor]]
-        batches = self.train_source.batches(batch_size, epoch=position.epoch, cursor=position.cursor)
+    def _batches(self) -> Iterator[tuple[StagedBatch, ReaderAt]]:
+        """The rest of this epoch, and those after it: where one ends, the next is read ahead. The thread that prefetches runs all of it."""
+        position = self.position
+        batches = self._read_epochs(position.epoch, position.cursor)
         if self._profiler is not None:
             batches = self._profiler.reading(batches)
         return counted(batches, self._reader_cost, lambda item: item[0].num_samples)
 
-    def _time_waiting(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
+    def _read_epochs(self, epoch: int, cursor: Cursor | None) -> Generator[tuple[StagedBatch, ReaderAt], None, None]:
+        read = self.train_source.staged_batches if self.device.type == "cuda" else self.train_source.batches
+        for number in range(epoch, self.spec.train.epochs):
+            with contextlib.closing(read(self.spec.train.batch_size, epoch=number, cursor=cursor)) as batches:
+                for batch, after in batches:
+                    yield batch, (number, after)
+            cursor = None
+
+    def _time_waiting(self, batches: Iterator[tuple[StagedBatch, ReaderAt]]) -> Iterator[tuple[StagedBatch, ReaderAt]]:
         while True:
             with self.timers.phase(Phase.DATA):
                 item = next(batches, None)
@@ -234,11 +245,11 @@ class Loop:
                 return
             yield item
 
-    def _on_device(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Batch, Cursor]]:
+    def _on_device(self, batches: Iterator[tuple[StagedBatch, ReaderAt]]) -> Iterator[tuple[StagedBatch, Batch, ReaderAt]]:
         """Each batch as read, and on the device that trains."""
         if self.device.type == "cuda":
             return copy_ahead(batches, self.device)
-        return ((batch, batch, cursor) for batch, cursor in batches)
+        return ((batch, batch.to(self.device), at) for batch, at in batches)
 
     # Losses
 
