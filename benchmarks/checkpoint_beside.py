@@ -126,11 +126,14 @@ def measure(size: Beside, device: str, folder: Path) -> tuple[list[dict[str, Any
                 "interval": number,
                 "checkpoint": "written" if number % 2 == 0 else "none",
                 "step_ms": 1e3 * spent_s / ((number + 1) * each - start),
-                "slowest_step_ms": 1e3 * max(clock.ended[step + 1] - clock.ended[step] for step in range(start, (number + 1) * each)),
+                "slowest_step_ms": 1e3
+                * max(clock.ended[step + 1] - clock.ended[step] for step in range(start, (number + 1) * each)),
                 "cores_used_by_others": others.cores,
             }
         )
-    step_ms = {kind: statistics.median(row["step_ms"] for row in rows if row["checkpoint"] == kind) for kind in ("none", "written")}
+    step_ms = {
+        kind: statistics.median(row["step_ms"] for row in rows if row["checkpoint"] == kind) for kind in ("none", "written")
+    }
     newest = checkpoints_in(folder / "run" / "checkpoints")[-1]
     saved_bytes = sum(file.stat().st_size for file in newest.iterdir())
     beside = events[: size.pairs]
@@ -163,7 +166,12 @@ def _spec(size: Beside, num_rows: int, *, checkpoint_every: int | None) -> RunSp
                 "sparse": [{"name": "sparse_{i}", "repeat": NUM_TABLES, "num_rows": num_rows}],
             },
             "model": {"width": WIDTH, "bottom": [512, 256], "top": [512, 256]},
-            "train": {"batch_size": size.batch_size, "checkpoint_every": checkpoint_every, "keep_checkpoints": 1, "log_every": 100},
+            "train": {
+                "batch_size": size.batch_size,
+                "checkpoint_every": checkpoint_every,
+                "keep_checkpoints": 1,
+                "log_every": 100,
+            },
         },
     )
 

@@ -171,10 +171,11 @@ class StoreContract:
     def test_a_store_that_loads_the_state_continues_the_same(self, kind: str, data: st.DataObject) -> None:
         self.check_loads_state(kind, data)
 
-    @settings(max_examples=15, deadline=None)
+    @pytest.mark.parametrize("kind", ["rowwise_adagrad", "adam"])
+    @settings(max_examples=8, deadline=None)
     @given(data=st.data())
-    def test_a_snapshot_holds_what_was_there_whatever_is_trained_meanwhile(self, data: st.DataObject) -> None:
-        self.check_snapshot(data)
+    def test_a_snapshot_holds_what_was_there_whatever_is_trained_meanwhile(self, kind: str, data: st.DataObject) -> None:
+        self.check_snapshot(kind, data)
 
     def test_started_lookups_and_updates_equal_immediate_ones(self) -> None:
         layout = fixed_layout()
@@ -246,9 +247,8 @@ class StoreContract:
             else:
                 torch.testing.assert_close(value, second.state()[name])
 
-    def check_snapshot(self, data: st.DataObject) -> None:
+    def check_snapshot(self, kind: str, data: st.DataObject) -> None:
         layout = data.draw(layouts())
-        kind = data.draw(st.sampled_from(KINDS))
         store = self.make(layout, SparseOptimizerSpec(kind=kind), data.draw(st.sampled_from([torch.float32, torch.float64])))
         self._train(store, data.draw(sparse_batches(layout, weighted=False)), 1)
         for _ in range(2):
@@ -283,10 +283,11 @@ class BriefStoreContract(StoreContract):
     def test_lookups_and_updates_are_exact(self, kind: str, data: st.DataObject) -> None:
         self.check_exact(kind, data)
 
-    @settings(max_examples=2, deadline=None)
+    @pytest.mark.parametrize("kind", ["rowwise_adagrad"])
+    @settings(max_examples=1, deadline=None)
     @given(data=st.data())
-    def test_a_snapshot_holds_what_was_there_whatever_is_trained_meanwhile(self, data: st.DataObject) -> None:
-        self.check_snapshot(data)
+    def test_a_snapshot_holds_what_was_there_whatever_is_trained_meanwhile(self, kind: str, data: st.DataObject) -> None:
+        self.check_snapshot(kind, data)
 
     @pytest.mark.parametrize("kind", ["rowwise_adagrad"])
     @settings(max_examples=2, deadline=None)

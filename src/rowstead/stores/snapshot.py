@@ -230,7 +230,7 @@ class CopyOnWrite:
 
         def restore(values: NDArray[np.uint8], rows: NDArray[np.int64]) -> Tensor:
             self._restore(index, values, rows)
-            return torch.from_numpy(values).view(tensor.dtype)
+            return torch.from_numpy(values.reshape(-1)).view(tensor.dtype).view(len(rows), tensor.shape[1])
 
         return dataclasses.replace(
             part_of(name, tensor),

@@ -259,12 +259,11 @@ def _prepare_folder(folder: Path, temporary: Path, needs_bytes: int) -> None:
     temporary.mkdir()
 
 
-def _write_shards(
-    folder: Path, pieces: Sequence[TensorPiece], shard_bytes: int, prefix: str, threads: int
-) -> dict[str, Any]:
+def _write_shards(folder: Path, pieces: Sequence[TensorPiece], shard_bytes: int, prefix: str, threads: int) -> dict[str, Any]:
     """Write and sync this process's files; returns the manifest's entries for them and for their tensors."""
     shards = {
-        f"shard-{prefix}{number:05d}.safetensors": slices for number, slices in enumerate(split_into_shards(pieces, shard_bytes))
+        f"shard-{prefix}{number:05d}.safetensors": slices
+        for number, slices in enumerate(split_into_shards(pieces, shard_bytes))
     }
     index: dict[str, dict[str, Any]] = {piece.name: piece.entry() for piece in pieces}
     for file, slices in shards.items():

@@ -29,7 +29,7 @@ MAX_WAIT_S = 1.0
 """Seconds that steps may wait for a checkpoint without a word."""
 
 
-class Cancelled(Exception):
+class WriteCancelledError(Exception):
     """The run was interrupted, and what is being written is not wanted any more."""
 
 
@@ -168,7 +168,7 @@ def _cancellable(part: StatePart, is_cancelled: threading.Event) -> StatePart:
     def check(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def checked(*rows: Any) -> Tensor:
             if is_cancelled.is_set():
-                raise Cancelled
+                raise WriteCancelledError
             return read(*rows)
 
         return checked
