@@ -189,7 +189,7 @@ def _run(
     folder.mkdir(exist_ok=True)
     clock = _Clock()
     reporter = RunReporter(folder, clock, log_every=100)
-    sources: Any = SimpleNamespace(train=source, eval=source)
+    sources: Any = SimpleNamespace(train=source, eval=source, test=None)
     loop = Loop(
         spec, stepper, sources, device=device, folder=folder, facts={}, reporter=reporter, position=position,
         stop_requested=lambda: clock.is_over() or position.step == last_step,
@@ -200,7 +200,7 @@ def _run(
     loop.run()
     reporter.close()
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return clock, [event for event in events if event.get("event") == "checkpoint"]
+    return clock, [event for event in events if event["kind"] == "checkpoint"]
 
 
 def disk_bytes_per_s(path: Path, num_bytes: int) -> dict[str, float]:
