@@ -113,3 +113,18 @@ def test_what_does_not_fit_in_memory_a_second_time_has_no_copies(monkeypatch: py
     monkeypatch.setattr(snapshots, "free_host_bytes", lambda: 100)
     assert copy_tensors({"a.rows": torch.rand(20, 1)}) is not None
     assert copy_tensors({"a.rows": torch.rand(20, 1), "b.rows": torch.rand(20, 1)}) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("spare_bytes", [0, 100, 1 << 20])
+def test_copies_of_tables_on_a_gpu_are_there_or_in_system_memory(spare_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_spare_gpu_bytes", lambda device: spare_bytes)
+    tensors = {"a.rows": torch.rand(50, 3, device="cuda"), "a.sum": torch.rand(20, 1, device="cuda")}
+    before = {name: value.cpu() for name, value in tensors.items()}
+    snapshot = copy_tensors(tensors)
+    assert snapshot is not None
+    for value in tensors.values():
+        value.zero_()
+    for part in snapshot.parts:
+        assert torch.equal(part.read(1, 14), before[part.name][1:14])
+        assert torch.equal(part.take(torch.tensor([0, 4])), before[part.name][[0, 4]])

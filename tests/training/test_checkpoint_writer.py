@@ -33,6 +33,8 @@ from tests.distributed.thread_process_group import in_threads
 from tests.small_runs import RecordingCallback, assert_same_weights, small_spec
 from tests.stores.store_contract import KINDS, layouts, sparse_batches
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
 
 class HeldBack:
     """Holds every write of a checkpoint back until training has done so many more steps, or has something to say."""
@@ -69,7 +71,16 @@ def names_in(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("changes", [(), ("train.full_checkpoint_every=3",), ("train.sparse_optimizer.kind=adam",)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("train.full_checkpoint_every=3",),
+        ("train.sparse_optimizer.kind=adam",),
+        pytest.param(("device=cuda",), marks=needs_gpu),
+        pytest.param(("device=cuda", "train.full_checkpoint_every=3"), marks=needs_gpu),
+    ],
+)
 def test_a_checkpoint_written_beside_training_equals_that_of_a_run_that_stopped_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...]
 ) -> None:

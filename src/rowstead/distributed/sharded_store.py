@@ -197,8 +197,8 @@ class ShardedStore(EmbeddingStore):
 
     def snapshot(self) -> Snapshot | None:
         """This process's pieces, and in the first process also the copies, which it alone saves."""
-        saves_copies = self._copies.store is not None and self.process_group.rank == 0
-        return join_snapshots(self.tables, [*self._pieces, *([self._copies.store] if saves_copies else [])])
+        copies = [] if self._copies.store is None or self.process_group.rank > 0 else [self._copies.store]
+        return join_snapshots(self.tables, [*self._pieces, *copies])
 
     def state(self) -> dict[str, Tensor]:
         """The whole state in the memory of every process: for small tables."""
