@@ -9,6 +9,13 @@ checkpoint is larger; `…_s` is the time of a save, which a shared machine or d
 
 `mark_ns_per_id` is what marking the rows of a batch costs, and `mark_over_store` the same over look-up + update of the batch: the
 rest of a step would make the share smaller.
+
+What do checkpoints cost while they are written beside training? A DLRM with 26 tables of 2 GB in all (12.5 GB on a GPU, where this is
+all that is measured) is trained by the loop that `rowstead train` runs, on batches in memory. Intervals without and with a checkpoint
+take turns: `speed_kept` is the time per step without over that with, everything included; `held_s` is how long training stood still
+for a checkpoint, and `waited_s` how long steps waited because memory for rows was full. `written_over_disk` is the rate of writing
+over what the same disk takes of as many bytes one after the other, synced, through the page cache or past it, whichever is faster.
+`written_last_bytes_per_s` is the rate of the last checkpoint, for which training waits.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import checkpoint_beside
 from benchmarks.harness import OtherLoad, arguments, noise_of, publish
 from benchmarks.skews import CriteoLike
 from rowstead.distributed.process_group import SingleProcess
@@ -99,7 +107,7 @@ def measure(shape: CriteoLike, folder: Path) -> tuple[list[dict[str, Any]], dict
         "mark_ns_per_id": 1e9 * mark_s / (shape.num_tables * shape.batch_size * shape.num_ids),
         "mark_over_store": mark_s / store_s,
     }
-    return rows, {**summary, **noise_of(rows)}
+    return rows, summary
 
 
 def _saved(run: Run, folder: Path, step: int, increment: Any) -> tuple[Path, float]:
@@ -119,10 +127,24 @@ def _bytes_in(path: Path) -> int:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, summary = measure(QUICK if options.quick else SHAPE, Path(folder))
-    publish("checkpoint", rows, summary, options)
+    parser = arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--table-gb", type=float, help="tables that are trained while checkpoints are written, in GB")
+    parser.add_argument("--interval", type=float, help="seconds from one checkpoint to the next")
+    parser.add_argument("--pairs", type=int, help="intervals with a checkpoint, and as many without")
+    parser.add_argument("--folder", type=Path, help="where to write; the system's temporary folder by default")
+    parser.add_argument("--only-beside", action="store_true", help="leave out incremental checkpoints")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.device == "cpu" and not options.only_beside:
+            rows, summary = measure(QUICK if options.quick else SHAPE, Path(folder))
+        size = checkpoint_beside.sizes(
+            options.device, quick=options.quick, table_gb=options.table_gb, interval_s=options.interval, pairs=options.pairs
+        )
+        beside_rows, beside = checkpoint_beside.measure(size, options.device, Path(folder))
+    rows, summary = [*rows, *beside_rows], {**summary, **beside}
+    publish("checkpoint", rows, {**summary, **noise_of(rows)}, options)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def sharded(
 class TestAlone(BriefStoreContract):
     """The contract of every store, for a job of one process."""
 
+    has_snapshots = True
+
     @pytest.fixture(autouse=True)
     def _shard(self, shard: Shard) -> None:
         self.shard: Shard = shard

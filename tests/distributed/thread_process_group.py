@@ -23,6 +23,10 @@ class ThreadProcessGroup:
         self.rank, self.world_size, self.processes_per_gpu = rank, world_size, 1
         self._shown, self._meeting = shown, meeting
 
+    def for_other_thread(self) -> ThreadProcessGroup:
+        world = self._all(([None] * self.world_size, threading.Barrier(self.world_size)))[0]
+        return ThreadProcessGroup(self.rank, self.world_size, *world)
+
     def _all(self, value: T) -> list[T]:
         """What everybody shows, in the order of ranks."""
         self._shown[self.rank] = value

@@ -153,6 +153,8 @@ class StoreContract:
     """Where the store keeps its rows and expects its batches."""
     same_bits = True
     """Whether two stores of one state train to the same bits."""
+    has_snapshots = False
+    """Whether the state can be read while training goes on."""
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> EmbeddingStore:
         raise AssertionError("a store's tests say how to make it")
@@ -168,6 +170,12 @@ class StoreContract:
     @given(data=st.data())
     def test_a_store_that_loads_the_state_continues_the_same(self, kind: str, data: st.DataObject) -> None:
         self.check_loads_state(kind, data)
+
+    @pytest.mark.parametrize("kind", ["rowwise_adagrad", "adam"])
+    @settings(max_examples=8, deadline=None)
+    @given(data=st.data())
+    def test_a_snapshot_holds_what_was_there_whatever_is_trained_meanwhile(self, kind: str, data: st.DataObject) -> None:
+        self.check_snapshot(kind, data)
 
     def test_started_lookups_and_updates_equal_immediate_ones(self) -> None:
         layout = fixed_layout()
@@ -239,6 +247,28 @@ class StoreContract:
             else:
                 torch.testing.assert_close(value, second.state()[name])
 
+    def check_snapshot(self, kind: str, data: st.DataObject) -> None:
+        layout = data.draw(layouts())
+        store = self.make(layout, SparseOptimizerSpec(kind=kind), data.draw(st.sampled_from([torch.float32, torch.float64])))
+        self._train(store, data.draw(sparse_batches(layout, weighted=False)), 1)
+        for _ in range(2):
+            before = {name: value.clone().cpu() for name, value in store.state().items()}
+            snapshot = store.snapshot()
+            assert (snapshot is not None) == self.has_snapshots
+            if snapshot is None:
+                return
+            reads = []
+            for part in snapshot.parts:
+                middle = data.draw(st.integers(0, part.num_rows))
+                reads += [(part, 0, middle, False), (part, middle, part.num_rows, data.draw(st.booleans()))]
+            for step, (part, start, stop, is_taken) in enumerate(data.draw(st.permutations(reads)), 2):
+                self._train(store, data.draw(sparse_batches(layout, weighted=False)), step)
+                some = part.take(torch.arange(start, stop)) if is_taken else part.read(start, stop)
+                rows = slice(part.first_row + start, part.first_row + stop)
+                columns = slice(part.first_column, part.first_column + part.num_columns)
+                assert torch.equal(some.cpu(), before[part.name][rows, columns]), part.name
+            snapshot.close()
+
     def _train(self, store: EmbeddingStore, sparse: Sparse, step: int) -> None:
         sparse = sparse.to(self.device)
         store.update(sparse, store.lookup(sparse).detach() + 1, lr=0.1, step=step)
@@ -252,6 +282,12 @@ class BriefStoreContract(StoreContract):
     @given(data=st.data())
     def test_lookups_and_updates_are_exact(self, kind: str, data: st.DataObject) -> None:
         self.check_exact(kind, data)
+
+    @pytest.mark.parametrize("kind", ["rowwise_adagrad"])
+    @settings(max_examples=1, deadline=None)
+    @given(data=st.data())
+    def test_a_snapshot_holds_what_was_there_whatever_is_trained_meanwhile(self, kind: str, data: st.DataObject) -> None:
+        self.check_snapshot(kind, data)
 
     @pytest.mark.parametrize("kind", ["rowwise_adagrad"])
     @settings(max_examples=2, deadline=None)

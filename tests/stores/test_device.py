@@ -22,17 +22,23 @@ LAYOUT = layout_of(FEATURES, tables_of(FEATURES, width=3))
 
 
 class TestDeviceStoreOverReferenceKernels(StoreContract):
+    has_snapshots = True
+
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
         return DeviceStore(layout, optimizer, dtype=dtype, kernel="reference")
 
 
 class TestDeviceStoreOverCpuKernels(StoreContract):
+    has_snapshots = True
+
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
         return DeviceStore(layout, optimizer, dtype=dtype, kernel="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run on it, below")
 class TestDeviceStoreOverInterpretedGpuKernels(BriefStoreContract):
+    has_snapshots = True
+
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
         return DeviceStore(layout, optimizer, dtype=dtype, kernel="gpu")
 
@@ -40,6 +46,7 @@ class TestDeviceStoreOverInterpretedGpuKernels(BriefStoreContract):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestDeviceStoreOnGpu(StoreContract):
     device = "cuda"
+    has_snapshots = True
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:
         return DeviceStore(layout, optimizer, dtype=dtype, device="cuda")

@@ -52,11 +52,15 @@ def mixed(
 
 
 class TestTwoDeviceStores(StoreContract):
+    has_snapshots = True
+
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> MixedStore:
         return mixed(layout, optimizer, dtype)
 
 
 class TestAStoreForEachTable(StoreContract):
+    has_snapshots = True
+
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> MixedStore:
         return mixed(layout, optimizer, dtype, every=len(layout.tables))
 
@@ -72,6 +76,7 @@ class TestEveryKindOfStoreSideBySide(StoreContract):
             lambda own: HostStore(cached(own, optimizer, dtype, in_file), "cpu", check=False),
             lambda own: HostStore(DeviceStore(own, optimizer, dtype=dtype, check=False), "cpu", check=False),
         ]
+        self.has_snapshots = len(layout.tables) == 1  # then all of them are in memory of the device
         return MixedStore(layout, [make(own) for make, own in zip(makers, shares, strict=True) if own.tables])
 
 

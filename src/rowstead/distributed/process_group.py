@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,9 @@ class ProcessGroup(Protocol):
         Both tensors are contiguous with one dimension; sizes count elements.
         """
 
+    def for_other_thread(self) -> ProcessGroup:
+        """The same processes for `gather` in another thread, which needs no order relative to the calls of this group."""
+
 
 class CompletedWork:
     """Work that has completed already."""
@@ -92,6 +96,9 @@ class SingleProcess:
         received.copy_(sent)
         return CompletedWork()
 
+    def for_other_thread(self) -> ProcessGroup:
+        return self
+
 
 SINGLE_PROCESS = SingleProcess()
 
@@ -122,6 +129,8 @@ class TorchProcessGroup:
         """With `is_staged`, tensors on `device` are staged even if each process has a GPU of its own, or none."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = device
+        self._texts: Any = None
+        """The group of `gather`, by default that of all processes."""
         gpus = self.gather(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"CPU {self.rank}")
         self.processes_per_gpu = gpus.count(gpus[self.rank])
         self._is_staged = is_staged or len(set(gpus)) < self.world_size
@@ -161,11 +170,17 @@ class TorchProcessGroup:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with _lost():
-            dist.all_gather(sizes, torch.tensor([text.numel()]))
+            dist.all_gather(sizes, torch.tensor([text.numel()]), group=self._texts)
             longest = max(int(size) for size in sizes)
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-            dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]))
+            dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]), group=self._texts)
         return [json.loads(bytes(all_[: int(size)].tolist())) for all_, size in zip(texts, sizes, strict=True)]
+
+    def for_other_thread(self) -> ProcessGroup:
+        other = copy.copy(self)
+        with _lost():
+            other._texts = dist.new_group(backend="gloo")
+        return other
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
         self._start_all_reduce(tensor, self._exchanges, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]).wait()

@@ -21,6 +21,7 @@ from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.layout import Layout
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.snapshot import Snapshot
 from rowstead.stores.state import StatePart
 
 FULL_SHARE = 0.95
@@ -120,6 +121,11 @@ class Pieces:
     def parts(self) -> list[StatePart]:
         """The state of the local store, as pieces of the whole tensors."""
         return [] if self.store is None else [self._part_of_whole(part) for part in self.store.parts()]
+
+    def snapshot(self) -> Snapshot | None:
+        """The same parts as of now; see `EmbeddingStore.snapshot`."""
+        found = Snapshot(parts=[]) if self.store is None else self.store.snapshot()
+        return found and dataclasses.replace(found, parts=[self._part_of_whole(part) for part in found.parts])
 
     def _part_of_whole(self, part: StatePart) -> StatePart:
         table = next(table for table in self.layout.tables if table.name == part.name.rpartition(".")[0])

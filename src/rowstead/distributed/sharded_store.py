@@ -30,7 +30,8 @@ from rowstead.spec.placement import Shard
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import resolve_device
-from rowstead.stores.state import StatePart
+from rowstead.stores.snapshot import Snapshot, join_snapshots
+from rowstead.stores.state import StatePart, in_order_of
 
 
 @dataclass
@@ -192,8 +193,12 @@ class ShardedStore(EmbeddingStore):
         parts = [part for kind in self._pieces for part in kind.parts()]
         if self._copies.store is not None:
             parts += [dataclasses.replace(part, is_copy=self.process_group.rank > 0) for part in self._copies.store.parts()]
-        order = {table.name: index for index, table in enumerate(self.tables)}
-        return sorted(parts, key=lambda part: order[part.name.rpartition(".")[0]])
+        return in_order_of(self.tables, parts)
+
+    def snapshot(self) -> Snapshot | None:
+        """This process's pieces, and in the first process also the copies, which it alone saves."""
+        copies = [] if self._copies.store is None or self.process_group.rank > 0 else [self._copies.store]
+        return join_snapshots(self.tables, [*self._pieces, *copies])
 
     def state(self) -> dict[str, Tensor]:
         """The whole state in the memory of every process: for small tables."""

@@ -22,6 +22,7 @@ from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec, adam_correction
 from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.snapshot import Snapshot
 from rowstead.stores.state import StatePart, part_of
 
 _SUM = SparseOptimizerSpec(kind="sgd")
@@ -155,9 +156,17 @@ class ColumnPieces(Pieces):
         return adam_correction(rule, step) * moment1 / (moment2.sqrt() + rule.eps)
 
     def parts(self) -> list[StatePart]:
+        return super().parts() + self._parts_of_states(self._states)
+
+    def snapshot(self) -> Snapshot | None:
+        found = super().snapshot()
+        states = [{name: tensor.to("cpu", copy=True) for name, tensor in state.items()} for state in self._states]
+        return found and dataclasses.replace(found, parts=[*found.parts, *self._parts_of_states(states)])
+
+    def _parts_of_states(self, states: Sequence[dict[str, Tensor]]) -> list[StatePart]:
         is_copy = self.process_group.rank > 0
-        parts = super().parts()
-        for table, state in zip(self.layout.tables, self._states, strict=True):
+        parts = []
+        for table, state in zip(self.layout.tables, states, strict=True):
             for tensor in self._state:
                 part = part_of(f"{table.name}.{tensor.name}", state[tensor.name], is_copy=is_copy and tensor.is_per_row)
                 parts.append(part if tensor.is_per_row else self._part_of_whole(part))

@@ -119,7 +119,7 @@ class TrainSpec(Spec):
     early_stop: EarlyStopSpec | None = None
     """Stop early; needs `eval_every`."""
     checkpoint_every: AtLeastOne | None = None
-    """Save every so many steps; a run always saves at the end and when it is stopped (Ctrl-C, SIGTERM, SIGHUP)."""
+    """Save every so many steps, while training goes on; a run always saves at the end and when it is stopped (Ctrl-C, SIGTERM, SIGHUP)."""
     keep_checkpoints: AtLeastOne = 2
     """How many of the last checkpoints stay on disk, besides the full ones that these depend on."""
     full_checkpoint_every: AtLeastOne = 1

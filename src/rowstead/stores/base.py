@@ -17,6 +17,7 @@ from rowstead.stores.state import SavedState, StatePart, load_parts, whole_state
 if TYPE_CHECKING:
     from rowstead.stores.backing import Backing
     from rowstead.stores.device import DeviceStore
+    from rowstead.stores.snapshot import Snapshot
 
 
 class GraphRows(Protocol):
@@ -163,6 +164,13 @@ class EmbeddingStore(nn.Module, ABC):
     @abstractmethod
     def parts(self) -> list[StatePart]:
         """All tensors that a checkpoint holds, or this process's pieces of them; valid until the store's memory moves."""
+
+    def snapshot(self) -> Snapshot | None:
+        """The state as of now, for other threads to read while training goes on; None if this store cannot.
+
+        One at a time: close it before the next, before `load_state` and before the store is closed.
+        """
+        return None
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint holds: `<table>.rows` and the optimizer's `<table>.<name>`."""

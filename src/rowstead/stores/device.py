@@ -20,6 +20,7 @@ from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
 from rowstead.stores.base import EmbeddingStore, GraphRows
+from rowstead.stores.snapshot import CopyOnWrite, Snapshot, copy_tensors
 from rowstead.stores.state import StatePart, part_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class DeviceStore(EmbeddingStore):
         self.optimizer = optimizer
         self._kernel_choice: Kernel = kernel
         self._checked_addresses: list[int] = []
+        self._copy_on_write: CopyOnWrite | None = None
+        """Keeps rows for an open snapshot."""
         kind: RowOptimizerName = optimizer.kind if optimizer else "sgd"
         if contiguous and device.type == "cuda" and len(layout.tables) > 1 and len({t.width for t in layout.tables}) == 1:
             rows, self.row_states = _allocate_contiguous(layout.tables, kind, seed=seed, dtype=dtype, device=device)
@@ -89,6 +92,8 @@ class DeviceStore(EmbeddingStore):
             check_gradient(self.layout, sparse.offsets, grad)
         assert grad.dtype == compute_dtype(weights[0].dtype), f"rows are {weights[0].dtype}, their gradient is {grad.dtype}"
         assert all(value.device == grad.device for value in self.row_states[0].values()), "move it before training"
+        if (keeper := self._copy_on_write) is not None:
+            keeper.keep(sparse)
         batch = sparse.ids, sparse.offsets, sparse.weights
         self._kernels().update(weights, self.row_states, self.layout, *batch, grad, optimizer=self.optimizer, lr=lr, step=step)
 
@@ -199,10 +204,25 @@ class DeviceStore(EmbeddingStore):
         return self.weights[index].detach()[ids]
 
     def parts(self) -> list[StatePart]:
-        named = []
-        for table, rows, row_state in zip(self.tables, self._rows(), self.row_states, strict=True):
-            named += [(f"{table.name}.{name}", value) for name, value in {"rows": rows.detach(), **row_state}.items()]
-        return [part_of(name, value) for name, value in named]
+        return [part_of(name, value) for tensors in self._named() for name, value in tensors.items()]
+
+    def snapshot(self) -> Snapshot | None:
+        assert self._copy_on_write is None, "one snapshot at a time"
+        if self.device is None or self.device.type != "cpu":
+            return copy_tensors({name: value for tensors in self._named() for name, value in tensors.items()})
+        self._copy_on_write = CopyOnWrite(self.layout, self._named())
+
+        def close() -> None:
+            self._copy_on_write = None
+
+        return self._copy_on_write.snapshot(close)
+
+    def _named(self) -> list[dict[str, Tensor]]:
+        """The tensors of each table by the names of its parts."""
+        return [
+            {f"{table.name}.{name}": value for name, value in {"rows": rows.detach(), **row_state}.items()}
+            for table, rows, row_state in zip(self.tables, self._rows(), self.row_states, strict=True)
+        ]
 
 
 def _allocate_contiguous(

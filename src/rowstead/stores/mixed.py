@@ -22,7 +22,8 @@ from rowstead.data.batch import Sparse
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.stores.base import EmbeddingStore
-from rowstead.stores.state import StatePart
+from rowstead.stores.snapshot import Snapshot, join_snapshots
+from rowstead.stores.state import StatePart, in_order_of
 
 
 def select_tables(layout: Layout, tables: Sequence[str]) -> Layout:
@@ -126,13 +127,10 @@ class MixedStore(EmbeddingStore):
         return self._holder[table].rows(table, ids)
 
     def parts(self) -> list[StatePart]:
-        found = {store: store.parts() for store in self._each()}
-        return [
-            part
-            for table in self.tables
-            for part in found[self._holder[table.name]]
-            if part.name.rpartition(".")[0] == table.name
-        ]
+        return in_order_of(self.tables, (part for store in self._each() for part in store.parts()))
+
+    def snapshot(self) -> Snapshot | None:
+        return join_snapshots(self.tables, self._each())
 
     def limit_prefetch(self, num_batches: int) -> None:
         for store in self._each():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rowstead.spec.errors import CheckpointError
+from rowstead.spec.features import Table
 
 PIECE_BYTES = 16 << 20
 """Bytes of a tensor that are in memory at a time while it is saved or loaded."""
@@ -113,6 +114,12 @@ def load_parts(parts: Sequence[StatePart], state: Mapping[str, Tensor] | SavedSt
         columns = part.first_column, part.first_column + part.num_columns
         for start, stop in row_ranges(part, at_once[part.name]):
             part.write(start, saved.rows(part.name, part.first_row + start, part.first_row + stop, *columns).to(part.dtype))
+
+
+def in_order_of(tables: Sequence[Table], parts: Iterable[StatePart]) -> list[StatePart]:
+    """The parts sorted by their tables."""
+    order = {table.name: index for index, table in enumerate(tables)}
+    return sorted(parts, key=lambda part: order[part.name.rpartition(".")[0]])
 
 
 def rows_at_once(parts: Sequence[StatePart]) -> dict[str, int]:

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,18 +73,20 @@ def save(
     tensors: Mapping[str, Tensor],
     facts: dict[str, Any],
     keep: int,
-    shard_bytes: int = 1 << 30,
+    shard_bytes: int = 1 << 29,
     *,
     parts: Sequence[StatePart] = (),
     increment: Increment | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    threads: int = 1,
 ) -> Path:
     """Write a checkpoint into `folder`, then delete all but the newest `keep` and those that they need; returns its path.
 
     `facts` is anything that JSON can hold. `parts` are this process's pieces of the tables, saved as `store.<name>`; with an
     `increment` only the rows that it names. Later steps in the folder are deleted too: the run was resumed before them. A table above
     `shard_bytes` is split by rows. With a `process_group` all processes of a job call this, with a folder that all of them
-    see; `tensors` and `facts` are those of the first.
+    see; `tensors` and `facts` are those of the first. With several `threads`, each writes a file at a time: any thread must be able
+    to read the parts.
     """
     if keep < 1 or shard_bytes < 1 or step < 0:
         raise ValueError(f"keep {keep} and shard_bytes {shard_bytes} must be at least 1, step {step} at least 0")
@@ -97,9 +100,8 @@ def save(
             if is_first:
                 _prepare_folder(folder, temporary, needs_bytes)
         with _fail_together(process_group):
-            written = _write_shards(
-                temporary, pieces, shard_bytes, "" if process_group.world_size == 1 else f"{process_group.rank:04d}-"
-            )
+            prefix = "" if process_group.world_size == 1 else f"{process_group.rank:04d}-"
+            written = _write_shards(temporary, pieces, shard_bytes, prefix, threads)
         all_written = process_group.gather(written)
         with _fail_together(process_group):
             if is_first:
@@ -257,16 +259,27 @@ def _prepare_folder(folder: Path, temporary: Path, needs_bytes: int) -> None:
     temporary.mkdir()
 
 
-def _write_shards(folder: Path, pieces: Sequence[TensorPiece], shard_bytes: int, prefix: str) -> dict[str, Any]:
+def _write_shards(folder: Path, pieces: Sequence[TensorPiece], shard_bytes: int, prefix: str, threads: int) -> dict[str, Any]:
     """Write and sync this process's files; returns the manifest's entries for them and for their tensors."""
-    files: dict[str, dict[str, Any]] = {}
+    shards = {
+        f"shard-{prefix}{number:05d}.safetensors": slices
+        for number, slices in enumerate(split_into_shards(pieces, shard_bytes))
+    }
     index: dict[str, dict[str, Any]] = {piece.name: piece.entry() for piece in pieces}
-    for number, slices in enumerate(split_into_shards(pieces, shard_bytes)):
-        file = f"shard-{prefix}{number:05d}.safetensors"
-        files[file] = write_shard(folder / file, slices)
+    for file, slices in shards.items():
         for one in slices:
             index[one.piece.name]["pieces"].append(one.piece.location(file, one.start, one.stop))
-    return {"files": files, "tensors": index}
+    if threads == 1:
+        return {"files": {file: write_shard(folder / file, slices) for file, slices in shards.items()}, "tensors": index}
+    with ThreadPoolExecutor(threads, "checkpoint") as pool:
+        written = [pool.submit(write_shard, folder / file, slices) for file, slices in shards.items()]
+        try:
+            for each in written:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {"files": {file: each.result() for file, each in zip(shards, written, strict=True)}, "tensors": index}
 
 
 def _write_manifest(

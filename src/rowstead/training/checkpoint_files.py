@@ -24,6 +24,7 @@ from rowstead.records.plain_files import MAX_JSON_BYTES, is_count, open_plain, p
 from rowstead.spec.errors import CheckpointError
 from rowstead.spec.train import CheckpointFormat
 from rowstead.stores.state import PIECE_BYTES, StatePart
+from rowstead.training.new_file import NewFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -169,18 +170,14 @@ def write_shard(path: Path, slices: list[ShardSlice]) -> dict[str, Any]:
         end = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for chunk in (len(text).to_bytes(8, "little"), text):
-            digest.update(chunk)
-            file.write(chunk)
+    with NewFile(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
         for one in slices:
             for view in _chunks(one):
-                digest.update(view)
                 file.write(view)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}
+    assert file.num_bytes == 8 + len(text) + end
+    return {"bytes": file.num_bytes, "sha256": file.sha256}
 
 
 def _chunks(one: ShardSlice) -> Iterator[memoryview]:

@@ -74,11 +74,18 @@ class CheckpointChanges:
         self._base = None
 
     def next(self, folder: Path, process_group: ProcessGroup) -> Increment | None:
-        """The content of the next checkpoint in `folder`; None for a full one. All processes of a job call this."""
-        if self._touched is None or self._base is None or self._number + 1 >= self._spec.full_checkpoint_every:
+        """The content of the next checkpoint in `folder`; None for a full one. All processes of a job call this.
+
+        Rows that are marked from now on belong to the checkpoint after it.
+        """
+        if self._touched is None:
             return None
-        if not process_group.gather((folder / self._base).is_dir())[0]:
-            return None  # it was deleted
+        is_full = self._base is None or self._number + 1 >= self._spec.full_checkpoint_every
+        if is_full or not process_group.gather((folder / str(self._base)).is_dir())[0]:  # it may have been deleted
+            self._touched.clear()
+            self._base = None
+            return None
+        assert self._base is not None
         self._touched.merge(process_group)
         return Increment(
             base=self._base,
@@ -92,7 +99,6 @@ class CheckpointChanges:
         if increment is not None:
             self._number = increment.number
         elif self._touched is not None:
-            self._touched.clear()
             self._base, self._number = path.name, 0
 
 

@@ -21,12 +21,13 @@ from rowstead.records.cost import Cost, counted
 from rowstead.records.run_folder import BEST
 from rowstead.records.timers import Timers
 from rowstead.records.usage import usable_cores
-from rowstead.spec.errors import DataError, TrainingError
+from rowstead.spec.errors import DataError, LostProcessError, TrainingError
 from rowstead.spec.heads import HEADS
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.checkpoint_increment import CheckpointChanges, Increment
+from rowstead.training.checkpoint_writer import CheckpointWriter
 from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
 from rowstead.training.prefetch import copy_ahead
@@ -105,7 +106,8 @@ class Loop:
         self.position = position or Position()
         self.timers: Timers = stepper.timers
         self.process_group = process_group
-        self._stop_requested = stepper.execution.agree_on_stop(stop_requested)
+        self._writer = CheckpointWriter(process_group)
+        self._stop_requested, self._save_failed = stepper.execution.agree_on(stop_requested, self._writer.has_failed)
         stepper.on_message = reporter.on_message
         self._early_stopping = EarlyStopping(spec.train, self.position)
         stepper.lr_scale = self.position.lr_scale
@@ -133,7 +135,11 @@ class Loop:
                 f"{error}. The model after step {self.position.step:,} is saved: fix the log, then continue with "
                 f"`rowstead train --resume {self.folder} --accept-changed-log`"
             ) from None
+        except (KeyboardInterrupt, LostProcessError):
+            self._writer.close(cancel=True)
+            raise
         finally:
+            self._writer.close()
             self._end_profile()
 
     def _run(self) -> TrainOutcome:
@@ -206,6 +212,8 @@ class Loop:
                 self._report_step()
                 if self._profiler is not None:
                     self._profiler.after_step()
+                if self._writer.is_saved() or self._save_failed():
+                    self._finish_save()
                 if self._evaluate_and_save():
                     self._restore_best("stopped early")
                     return "stopped early"
@@ -276,12 +284,12 @@ class Loop:
         spec, step = self.spec.train, self.position.step
         if spec.eval_every is not None and step % spec.eval_every == 0 and not self._is_done():
             if self._early_stopping.observe(self._evaluate(max_samples=spec.eval_samples)):
-                self._write_checkpoint(self.folder / BEST, keep=1)
+                self._start_save(self.folder / BEST, keep=1)
             self.stepper.lr_scale = self.position.lr_scale
             if self._early_stopping.should_stop:
                 return True
         if spec.checkpoint_every is not None and step % spec.checkpoint_every == 0:
-            self.save()
+            self.save(wait=False)
         return False
 
     def _evaluate(self, *, max_samples: int | None) -> Quality:
@@ -316,35 +324,50 @@ class Loop:
         self.reporter.write("test", self.position.step, quality.figures())
         return quality
 
-    def save(self) -> None:
-        """Write a checkpoint, unless there is one of this step."""
+    def save(self, *, wait: bool = True) -> None:
+        """Write a checkpoint, unless there is one of this step; without `wait` it is written while training goes on."""
         step = self.position.step
-        if step == self._saved_step:
-            return
-        folder = self.folder / "checkpoints"
-        increment = self._changes.next(folder, self.process_group)
-        path = self._write_checkpoint(folder, keep=self.spec.train.keep_checkpoints, increment=increment)
-        self._changes.saved(path, increment)
-        self._saved_step = step
-        self.reporter.write("checkpoint", step)
+        if step != self._saved_step:
+            if not wait and (warning := self._writer.too_slow_for(step)):
+                self.reporter.on_message(warning)
+            self._finish_save()
+            folder = self.folder / "checkpoints"
+            increment = self._changes.next(folder, self.process_group)
+            self._start_save(folder, keep=self.spec.train.keep_checkpoints, increment=increment)
+            self._saved_step = step
+        if wait:
+            self._finish_save()
 
-    def _write_checkpoint(self, folder: Path, *, keep: int, increment: Increment | None = None) -> Path:
+    def _start_save(self, folder: Path, *, keep: int, increment: Increment | None = None) -> None:
+        """Start to write a checkpoint, once the one before is complete."""
         self._collect_losses()
-        facts = {**self.facts, "position": vars(self.position)}
+        self._finish_save()
         with self.timers.phase(Phase.CHECKPOINT):
-            return checkpoint.save(
+            self._writer.start(
                 folder,
                 self.position.step,
                 self.stepper.dense_state(),
-                facts,
+                {**self.facts, "position": dict(vars(self.position))},
                 keep=keep,
-                parts=self.stepper.model.store.parts(),
+                store=self.stepper.model.store,
                 increment=increment,
-                process_group=self.process_group,
             )
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        with self.timers.phase(Phase.CHECKPOINT):
+            written = self._writer.finish()
+        if written is None:
+            return
+        if written.path.parent.name != BEST:
+            self._changes.saved(written.path, written.increment)
+            self.reporter.write("checkpoint", written.step, {"write_s": written.write_s, "waited_s": written.waited_s})
+        if warning := written.warning:
+            self.reporter.on_message(warning)
 
     def _restore_best(self, ending: Ending) -> None:
         """At the end of a run, load the weights of the best evaluation."""
+        self._finish_save()
         best = checkpoint.load_latest(self.folder / BEST, self.reporter.on_message, process_group=self.process_group)
         self.stepper.load_state(best.tensors)
         self._changes.forget()

@@ -6,7 +6,7 @@ vectors and of the top MLP while the rest of the backward pass runs, and the los
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,10 +38,10 @@ class ShardedExecution(Execution):
             if isinstance(module, BatchNorm):
                 module.all_reduce = lambda tensor: process_group.start_all_reduce(tensor).wait()
         self._gradients = GradientBuckets(model.net, process_group, WIRE_DTYPES[spec.wire])
-        self._stop_requested: Callable[[], bool] = lambda: False
-        self._stops = False
+        self._questions: Sequence[Callable[[], bool]] = ()
+        self._answers: list[bool] = []
         self._row_updates: list[Callable[[float, int], None]] = []
-        self._loss_and_stop: tuple[Tensor, Work] | None = None
+        self._loss_and_answers: tuple[Tensor, Work] | None = None
 
     def start_lookup(self, batch: Batch) -> Callable[[], Tensor]:
         finish, self._row_updates = super().start_lookup(batch), []
@@ -60,9 +60,10 @@ class ShardedExecution(Execution):
         return finish_lookup
 
     def report_loss(self, loss: Tensor, number: int) -> None:
-        """Start to sum the loss over all processes, together with requests to stop."""
-        reported = torch.stack([loss.detach().double(), loss.new_tensor(self._stop_requested(), dtype=torch.float64)])
-        self._loss_and_stop = reported, self._group.start_all_reduce(reported)
+        """Start to sum the loss over all processes, together with what they have to agree on."""
+        answers = loss.new_tensor([ask() for ask in self._questions], dtype=torch.float64)
+        reported = torch.cat([loss.detach().double().reshape(1), answers])
+        self._loss_and_answers = reported, self._group.start_all_reduce(reported)
 
     def backward(self, loss: Tensor, pooled: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
         """Gradients are sent as soon as they are there: those of rows by `start_lookup`'s hook, dense ones bucket by bucket."""
@@ -76,18 +77,22 @@ class ShardedExecution(Execution):
         return self._row_updates[0]
 
     def exchange(self, number: int) -> None:
-        assert self._loss_and_stop is not None
-        reported, work = self._loss_and_stop
+        assert self._loss_and_answers is not None
+        reported, work = self._loss_and_answers
         work.wait()
-        loss, num_stops = reported.tolist()
-        self._stops = num_stops > 0
+        loss, *counts = reported.tolist()
+        self._answers = [count > 0 for count in counts]
         self._value = check_finite(loss, number)
         self._gradients.finish()
 
-    def agree_on_stop(self, stop_requested: Callable[[], bool]) -> Callable[[], bool]:
-        """True in all processes after the same step, if one of them was asked to stop."""
-        self._stop_requested = stop_requested
-        return lambda: self._stops
+    def agree_on(self, *questions: Callable[[], bool]) -> Sequence[Callable[[], bool]]:
+        """True in all processes after the same step, if it was true in one of them."""
+        self._questions, self._answers = questions, [False] * len(questions)
+
+        def answer(index: int) -> Callable[[], bool]:
+            return lambda: self._answers[index]
+
+        return [answer(index) for index in range(len(questions))]
 
 
 @dataclass

@@ -7,7 +7,7 @@ An `Execution` runs the parts one after the other in this thread. `sharded_step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -139,9 +139,9 @@ class Execution:
             group["lr"] = spec.lr * rate
         self.optimizer.step()
 
-    def agree_on_stop(self, stop_requested: Callable[[], bool]) -> Callable[[], bool]:
-        """A function that is true once this process, or any other of its job, was asked to stop; polled after each step."""
-        return stop_requested
+    def agree_on(self, *questions: Callable[[], bool]) -> Sequence[Callable[[], bool]]:
+        """For each question a function that is true once it was true in any process of the job; polled after each step."""
+        return questions
 
     @property
     def gpu_s_per_sample(self) -> float | None:

@@ -97,8 +97,8 @@ class TouchedRows:
         return self._bits[start : start + num_bytes(table.num_rows)]
 
     def rows_of(self, table: Table) -> RowBitmap:
-        """The rows of one table; valid until the next `mark`."""
-        return RowBitmap(table.num_rows, self.bits(table))
+        """A copy of the rows of one table."""
+        return RowBitmap(table.num_rows, self.bits(table).copy())
 
     def merge(self, process_group: ProcessGroup) -> None:
         """Add the rows that other processes have marked."""
