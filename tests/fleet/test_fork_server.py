@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -79,6 +80,23 @@ def test_a_fork_server_that_is_not_ready_in_time_is_named_with_the_setting_to_ra
         psutil.Process().children()[-1].suspend()  # before it has imported everything
         with pytest.raises(RowsteadError, match=r"was not ready after 0\.5 s .* raise `fleet\.start_s`"):
             server.start("sparse", 0)
+
+
+def test_a_fork_server_that_imports_for_long_is_not_taken_to_be_frozen_once_it_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "SILENT_AFTER_S", 1.5)
+    messages: list[str] = []
+    with ForkServer(tmp_path, MODULE, on_message=messages.append) as server:
+        importing, since_s = psutil.Process().children()[-1], time.monotonic()
+        importing.suspend()
+        while time.monotonic() < since_s + 2.5:
+            server.read_messages(timeout_s=0.05)
+        importing.resume()
+        role = server.start("sparse", 0)
+        wait_until(lambda: read_address(tmp_path, "sparse", 0) is not None, what="the role to be ready")
+        assert (role.exit_code(), messages) == (None, [])
+        assert psutil.Process(role.pid).ppid() == importing.pid, "it was not replaced"
 
 
 def test_a_fork_server_that_fails_is_not_started_again_and_what_it_printed_is_shown(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class ForkServer:
                     self._running.pop(message["exited"], None)
                     self.exit_codes[message["exited"]] = message["code"]
                 elif "ready" in message:
-                    self._is_ready = True
+                    self._activity, self._is_ready = FileActivity(self._log), True  # while it imported it gave no sign
                 else:
                     self._replies.append(message)
             timeout_s = 0.0
