@@ -143,7 +143,8 @@ def test_a_frozen_fork_server_is_replaced_and_its_roles_count_as_killed(
     assert messages == ["the fork server gave no sign of life and has been killed, and all roles with it: restarting them"]
 
 
-def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [None, "fork server", "role"])
+def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path, frozen: str | None) -> None:
     coordinator = subprocess.Popen([sys.executable, "-c", COORDINATOR, str(tmp_path)])
     try:
         wait_until(
@@ -151,7 +152,13 @@ def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path) -> None:
         )
         found = [role.pid for kind in ("sparse", "dense") if (role := read_address(tmp_path, kind, 0)) is not None]
         found.append(psutil.Process(found[0]).ppid())
+        if frozen is not None:
+            psutil.Process(found[-1] if frozen == "fork server" else found[0]).suspend()
     finally:
         coordinator.kill()
         coordinator.wait()
-    wait_until(lambda: not any(map(is_running, found)), what="all to exit", deadline_s=40)
+    try:
+        wait_until(lambda: not any(map(is_running, found)), what="all to exit", deadline_s=40)
+    finally:
+        for pid in filter(is_running, found):
+            os.kill(pid, signal.SIGKILL)
