@@ -20,7 +20,7 @@ REAL = "~"
 """At the end of the name of a server's own socket."""
 LATENCY_S = 0.03
 """Of each piece of a slow link."""
-SCAN_INTERVAL_S = 0.005
+SCAN_INTERVAL_S = 0.01
 _PIECE_BYTES = 1 << 16
 _MAX_QUEUED_BYTES = 4 << 20
 

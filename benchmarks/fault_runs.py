@@ -43,7 +43,7 @@ GONE_S = 30.0
 MAX_STARTS = 30
 DUTY_S = (0.04, 0.01)
 """A slow process is stopped and continued for so long in turns."""
-POLL_INTERVAL_S = 0.01
+POLL_INTERVAL_S = 0.02
 
 
 def recipe(schedule: Schedule, folder: Path) -> dict[str, Any]:
@@ -119,15 +119,13 @@ class Result:
 
 
 class ForkedCommand:
-    """The command in a fork of this process, which has imported what it needs: as `subprocess.Popen`, with less processor time.
-
-    Only where this process has no other thread.
-    """
+    """The command in a fork of this process, which has imported what it needs: as `subprocess.Popen`, with less processor time."""
 
     def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
         import torch._dynamo  # noqa: F401, RUF100 - the optimizers do, and it takes a second
 
-        from rowstead.cli import app, main  # noqa: F401, RUF100
+        from rowstead.cli import app, fleet, main  # noqa: F401, RUF100
+        from rowstead.fleet import coordinator  # noqa: F401, RUF100
         from rowstead.run import train  # noqa: F401, RUF100
 
         sys.stdout.flush()
@@ -139,6 +137,7 @@ class ForkedCommand:
         try:
             atexit._clear()  # or this fork would remove our temporary folders
             os.setsid()
+            os.closerange(3, 4096)  # connections of `Links`: a copy would keep them open when they are cut
             printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for standard in (1, 2):
                 os.dup2(printed, standard)
@@ -215,7 +214,7 @@ class DisturbedRun:
     """One schedule's run. Everything of it is under `folder`, the temporary files of its processes too."""
 
     def __init__(self, schedule: Schedule, folder: Path, *, is_warm: bool = False) -> None:
-        """`is_warm` forks the command of a single process."""
+        """`is_warm` forks the command instead of starting it, but for a job of several processes."""
         self.schedule, self._folder, self._is_warm = schedule, folder, is_warm
         self._temporary = folder / "t"
         self._temporary.mkdir()
@@ -295,7 +294,7 @@ class DisturbedRun:
         log = self._folder / f"printed-{len(self._parts)}.txt"
         is_full = self._disk is not None and self._disk.is_full
         self._parts.append(Part(self.num_steps, self._lost_at_checkpoints(), time.monotonic(), log, disk_was_full=is_full))
-        if self._is_warm and self.schedule.mode == "single":
+        if self._is_warm and self.schedule.mode != "processes":
             self._main = ForkedCommand(arguments, log, self._environment)
             return
         with open(log, "wb") as file:

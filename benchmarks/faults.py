@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--references", type=Path, metavar="FOLDER", help="keep undisturbed runs there, and use those that are there"
     )
-    parser.add_argument("--warm", action="store_true", help="fork single processes, which saves their imports")
+    parser.add_argument("--warm", action="store_true", help="fork single processes and coordinators, which saves their imports")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_schedules(options, References(options.references or Path(folder)), parser.error)

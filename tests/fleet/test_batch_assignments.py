@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 from collections import Counter
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rowstead.fleet.batch_assignments import AssignmentLog, BatchAssignments, Holder
+from rowstead.fleet.batch_assignments import AssignmentLog, BatchAssignments, Holder, parse_log
 from rowstead.spec.errors import RowsteadError
 
 NAMES = ("trainer-0", "trainer-1", "trainer-2")
@@ -219,6 +221,28 @@ def test_a_log_restores_the_assignments_without_an_incomplete_line(tmp_path):
     again.close()
     assert after["num_done"] == 1
     assert AssignmentLog(path, {"reader": 0}).assignments.to_json() == after
+
+
+def test_a_log_whose_disk_was_full_for_a_moment_has_no_part_of_a_line_and_nothing_after_it(tmp_path):
+    path = tmp_path / "reader-0.progress"
+    log, holder = AssignmentLog(path, {"reader": 0}), Holder("trainer-0", 1)
+    with contextlib.closing(log):
+        log.assignments.assign_next(holder, 64, {})
+        log.flush()
+        before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        for _ in range(2):
+            log.assignments.assign_next(holder, 64, {})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, limits[1]))  # in the second line
+        try:
+            with pytest.raises(RowsteadError, match="so no more batches are assigned"):
+                log.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        log.assignments.acknowledge(holder, 1, [0], [1])
+        with pytest.raises(RowsteadError, match="so no more batches are assigned"):
+            log.flush()  # though there is space again: the batch that is done was never assigned in the file
+    assert path.read_bytes() == before
+    assert parse_log(before)[1].next_number == 1
 
 
 def test_a_log_stays_short(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
-from rowstead.fleet.evaluate_and_save import EvaluateAndSave
+from rowstead.fleet.batch_assignments import AssignmentLog, Holder
+from rowstead.fleet.evaluate_and_save import EvaluateAndSave, position_in_logs
 from rowstead.fleet.fleet_figures import NoFleetProgress
 from rowstead.fleet.gathered_model import LocalTablesModel
 from rowstead.fleet.rpc_client import ServerUnavailable
@@ -153,3 +155,17 @@ def test_an_evaluation_without_improvement_ends_the_patience_and_the_best_model_
     evaluate_and_save.poll()
     wait_until(evaluate_and_save.poll, what="the decision to stop")
     assert model.saved == [10, 20]
+
+
+def test_the_position_of_a_checkpoint_is_that_of_its_assignment_logs(tmp_path: Path) -> None:
+    """What trainers have reported is older: a resume would count batches as lost that are in the checkpoint."""
+    log = AssignmentLog(tmp_path / "reader-0.progress", {"reader": 0})
+    with contextlib.closing(log):
+        holder = Holder("trainer-0", 1)
+        numbers = [log.assignments.assign_next(holder, 64, {}) for _ in range(4)]
+        log.assignments.acknowledge(holder, 1, numbers[3:], numbers[:3])
+        log.flush()
+    found = position_in_logs(Position(step=1, num_samples=64, train_s=2.5), [(tmp_path / "reader-0.progress").read_text()])
+    assert (found.step, found.num_samples, found.train_s) == (3, 192, 2.5)
+    before = Position(step=1, num_samples=64)
+    assert position_in_logs(before, [""]) == before, "without logs there is only what trainers have reported"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -81,6 +82,23 @@ def test_a_fork_server_that_is_not_ready_in_time_is_named_with_the_setting_to_ra
             server.start("sparse", 0)
 
 
+def test_a_fork_server_that_imports_for_long_is_not_taken_to_be_frozen_once_it_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "SILENT_AFTER_S", 1.5)
+    messages: list[str] = []
+    with ForkServer(tmp_path, MODULE, on_message=messages.append) as server:
+        importing, since_s = psutil.Process().children()[-1], time.monotonic()
+        importing.suspend()
+        while time.monotonic() < since_s + 2.5:
+            server.read_messages(timeout_s=0.05)
+        importing.resume()
+        role = server.start("sparse", 0)
+        wait_until(lambda: read_address(tmp_path, "sparse", 0) is not None, what="the role to be ready")
+        assert (role.exit_code(), messages) == (None, [])
+        assert psutil.Process(role.pid).ppid() == importing.pid, "it was not replaced"
+
+
 def test_a_fork_server_that_fails_is_not_started_again_and_what_it_printed_is_shown(tmp_path: Path) -> None:
     with ForkServer(tmp_path, "tests.fleet.no_such_module") as server:
         with pytest.raises(RowsteadError, match=r"(?s)the fork server exited with code 1\. .*No module named"):
@@ -125,7 +143,8 @@ def test_a_frozen_fork_server_is_replaced_and_its_roles_count_as_killed(
     assert messages == ["the fork server gave no sign of life and has been killed, and all roles with it: restarting them"]
 
 
-def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [None, "fork server", "role"])
+def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path, frozen: str | None) -> None:
     coordinator = subprocess.Popen([sys.executable, "-c", COORDINATOR, str(tmp_path)])
     try:
         wait_until(
@@ -133,7 +152,13 @@ def test_no_forked_role_outlives_a_killed_coordinator(tmp_path: Path) -> None:
         )
         found = [role.pid for kind in ("sparse", "dense") if (role := read_address(tmp_path, kind, 0)) is not None]
         found.append(psutil.Process(found[0]).ppid())
+        if frozen is not None:
+            psutil.Process(found[-1] if frozen == "fork server" else found[0]).suspend()
     finally:
         coordinator.kill()
         coordinator.wait()
-    wait_until(lambda: not any(map(is_running, found)), what="all to exit", deadline_s=40)
+    try:
+        wait_until(lambda: not any(map(is_running, found)), what="all to exit", deadline_s=40)
+    finally:
+        for pid in filter(is_running, found):
+            os.kill(pid, signal.SIGKILL)

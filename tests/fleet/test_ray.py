@@ -60,7 +60,9 @@ def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_a_frozen_r
     out, printed = tmp_path / "out", tmp_path / "printed"
     with run_command(address, printed, "train", recipe(tmp_path, epochs=3), "--fleet", ROLES, "--out", out) as coordinator:
         wait_until(
-            lambda: any(read_address(out, "trainer", n) for n in range(2)) or coordinator.poll() is not None, what="a trainer"
+            lambda: any(read_address(out, "trainer", n) for n in range(2)) or coordinator.poll() is not None,
+            what="a trainer",
+            deadline_s=240,  # each role imports everything anew
         )
         victim, frozen = read_address(out, "sparse", 1), read_address(out, "reader", 0)
         assert victim is not None, printed.read_text()

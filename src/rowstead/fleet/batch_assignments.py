@@ -9,6 +9,7 @@ the same state: this is how a killed reader recovers its assignments.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -260,12 +261,14 @@ class AssignmentLog:
 
     Events are written before they are acted on, so a reader that is killed at any moment loses nothing that others know. An
     incomplete last line was not acted on, and is dropped. There is no fsync: the file survives its process, not a power failure.
+    Once an event could not be written, nothing else is: later events would rest on it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = path, identity
         self._new: list[Event] = []
         self._file: int | None = None
+        self._problem: str | None = None
         self.assignments = self._restore() if path.exists() else BatchAssignments()
         self.assignments.on_event = self._new.append
         self._write_whole()
@@ -274,8 +277,10 @@ class AssignmentLog:
         """Append new events to the file; only after that may they be acted on."""
         if not self._new:
             return
+        if self._problem is not None:
+            raise RowsteadError(self._problem)
         assert self._file is not None
-        lines = b"".join(_line(event) for event in self._new)
+        lines, num_whole_bytes = b"".join(_line(event) for event in self._new), self._num_bytes
         self._new.clear()
         try:
             while lines:
@@ -285,7 +290,11 @@ class AssignmentLog:
             if self._num_bytes > _COMPACT_BYTES:
                 self._write_whole()
         except OSError as error:
-            raise RowsteadError(f"cannot write {self._path}, so no more batches are assigned: {error}") from None
+            self._problem = f"cannot write {self._path}, so no more batches are assigned: {error}"
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, num_whole_bytes)
+            raise RowsteadError(self._problem) from None
 
     def close(self) -> None:
         """Close the file; idempotent."""

@@ -54,8 +54,7 @@ from rowstead.training.device import bf16_fallback, choose_device
 from rowstead.training.loop import Ending, TrainOutcome
 from rowstead.training.progress import Position, RunReporter
 
-REPORT_INTERVAL_S = 0.5
-CLOSE_TIMEOUT_S = 5.0
+REPORT_INTERVAL_S, CLOSE_TIMEOUT_S = 0.5, 5.0
 FILES_PER_PROCESS, FILES_PER_ROLE = 32, 12
 """Open files of the coordinator, at most: those of any process, and of its sockets to each role."""
 TRAINER_GRACE_S = 60.0

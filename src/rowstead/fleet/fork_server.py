@@ -2,13 +2,14 @@
 
 The coordinator talks to it through its standard input and output, one JSON object per line: `{"kind": "sparse", "number": 0, "incarnation": 0}`
 requests a role, `{"started": pid}` is the reply, and `{"exited": pid, "code": -9}` reports an exit. The fork server has no threads, so forking
-is safe; when the coordinator is gone its input ends, and it stops all roles and exits. A fork server that is killed or frozen is replaced; its
-roles count as killed.
+is safe; when the coordinator is gone its input ends, and it stops all roles and exits. On Linux the kernel kills it then, and the roles with it, so
+that a frozen process is not left behind. A fork server that is killed or frozen is replaced; its roles count as killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -37,6 +38,8 @@ START_TIMEOUT_S = 120.0
 """Default time for the fork server to import everything."""
 MAX_STARTS = 4
 """How often a role is requested, if the fork server is killed meanwhile."""
+
+_PR_SET_PDEATHSIG = 1
 
 RunRole = Callable[[RoleKind, Path, int, int], int]
 """Runs a role, given its kind, the run's folder, its number and its incarnation; returns the exit code."""
@@ -141,7 +144,7 @@ class ForkServer:
                     self._running.pop(message["exited"], None)
                     self.exit_codes[message["exited"]] = message["code"]
                 elif "ready" in message:
-                    self._is_ready = True
+                    self._activity, self._is_ready = FileActivity(self._log), True  # while it imported it gave no sign
                 else:
                     self._replies.append(message)
             timeout_s = 0.0
@@ -218,6 +221,8 @@ class ForkServer:
 
 def serve_forks(folder: Path, run_role: RunRole) -> None:
     """Start requested roles and report their exits until the input ends."""
+    if (coordinator := os.environ.get(LAUNCHER)) is not None:
+        _die_with_parent(int(coordinator))
     running: set[int] = set()
     partial_line = b""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the coordinator handles them
@@ -242,12 +247,22 @@ def serve_forks(folder: Path, run_role: RunRole) -> None:
     _stop_all(running)
 
 
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process, even if it is frozen, when its parent is gone: nothing it could save is of use any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _fork_role(folder: Path, run_role: RunRole, request: dict[str, Any]) -> int:
+    fork_server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        _die_with_parent(fork_server)
         files = RoleFiles(folder, request["kind"], request["number"])
         log, null = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE), os.open(os.devnull, os.O_RDONLY)
         for descriptor, standard in ((null, 0), (log, 1), (log, 2)):

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
-from rowstead.records.files import is_figure, json_line, open_private
+from rowstead.records.files import append_lines, is_figure, json_line, open_private
 from rowstead.records.plain_files import parse_json
 from rowstead.records.usage import perf_traffic_bytes
 
@@ -47,8 +47,8 @@ class RoleSampler:
             is_last = self._closed.wait(self._interval_s)
             try:
                 line = json_line(self._sample())
-                with open(self._path, "ab", buffering=0, opener=open_private) as file:
-                    file.write(line.encode())
+                with open(self._path, "a+b", buffering=0, opener=open_private) as file:
+                    append_lines(file.fileno(), line.encode())  # on its own, also after a line that a full disk has cut
             except Exception as error:  # noqa: BLE001, RUF100 - skip one sample, as on a full disk
                 with contextlib.suppress(OSError):
                     os.utime(self._path)  # a role without a sign of life would be taken to be gone

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rowstead.records.plain_files import open_plain
 
@@ -59,7 +59,7 @@ def append_lines(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def is_figure(value: object) -> bool:
+def is_figure(value: object) -> TypeGuard[float]:
     """Whether a JSON value is a finite number of at most 64 bits, and not a bool."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**63
