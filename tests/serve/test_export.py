@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rowstead
-from rowstead.data.columns import to_bags
+from rowstead.data.column_values import to_bags
 from rowstead.serve import export as export_module
 from rowstead.spec.errors import RowsteadError
 from tests.serve.conftest import raw_columns

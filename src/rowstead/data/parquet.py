@@ -273,7 +273,7 @@ class ParquetLog:
         share = rowgroup.DECODED_BYTES // min(self.threads, rowgroup.SHARING_THREADS)
         footer = partial(self._metadata, span.file)
         with self.cpu_slots:
-            return read_row_group(path, plan, self.columns, footer, max_bytes=share, buffers=buffers)
+            return read_row_group(path, plan, self.columns, footer, constants={}, max_bytes=share, buffers=buffers)
 
     def _plan_group(self, file: int, group: int) -> GroupPlan | None:
         """Plan for decoding a row group in one call; None if it has no column for our own decoder."""

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from rowstead.data.columns import to_floats
+from rowstead.data.column_values import to_floats
 from rowstead.data.files import LogFile
 from rowstead.data.parquet import ParquetLog
 from rowstead.records.files import fsync_folder
