@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -175,8 +174,9 @@ def _run(
         # Training.
         sources = sources.share(group.rank, group.world_size)
         if spec.check_ids:
-            train, eval_ = (check_source(source, model.store.layout) for source in (sources.train, sources.eval))
-            sources = dataclasses.replace(sources, train=train, eval=eval_)  # the reading thread checks each batch
+            sources = sources.map(
+                lambda source: check_source(source, model.store.layout)
+            )  # the reading thread checks each batch
         resumed_step = (position.step if position is not None else 0) if is_resumed else None
         events = folder.path if group.rank == 0 else None
         reporter = RunReporter(events, callback, log_every=spec.train.log_every, resumed_step=resumed_step)

@@ -46,3 +46,21 @@ class RawBlock:
             weights=part(self.weights),
             true_p=part(self.true_p),
         )
+
+    def take(self, rows: NDArray[np.int64]) -> RawBlock:
+        """A copy of these rows [n], in rising order."""
+
+        def part(values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+            return None if values is None else values[rows]
+
+        wanted = np.zeros(self.num_rows, np.bool_)
+        wanted[rows] = True
+        lengths = tuple(np.diff(offsets) for offsets in self.offsets)
+        return RawBlock(
+            dense=self.dense[rows],
+            ids=tuple(ids[np.repeat(wanted, each)] for ids, each in zip(self.ids, lengths, strict=True)),
+            offsets=tuple(np.concatenate([[0], np.cumsum(each[rows])]) for each in lengths),
+            labels=part(self.labels),
+            weights=part(self.weights),
+            true_p=part(self.true_p),
+        )

@@ -46,5 +46,6 @@ def check_log_files(
 
 
 def _fingerprints(sources: Sources) -> dict[str, Fingerprint]:
-    logs = (sources.train.parquet_log, sources.eval.parquet_log)
+    splits = (sources.train, sources.eval, sources.test)
+    logs = [split.parquet_log for split in splits if split is not None]
     return {path: found for log in logs if log is not None for path, found in log.fingerprints.items()}

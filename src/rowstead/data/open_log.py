@@ -1,12 +1,11 @@
-"""Opens a run's log: both splits, with the transforms and id kinds that the training split determines."""
+"""Opens a run's log: its splits, with the transforms and id kinds that the training split determines."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import IdKinds
@@ -14,16 +13,18 @@ from rowstead.data.encode import Encoder
 from rowstead.data.parquet import ParquetLog
 from rowstead.data.source import LogSplit, Source
 from rowstead.data.transforms import DenseTransforms
-from rowstead.spec.data import ParquetSpec, list_paths
+from rowstead.spec.data import ParquetSpec, SplitName, list_paths
 from rowstead.spec.run import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Both splits of a log, encoded for one model."""
+    """The splits of a log, encoded for one model."""
 
     train: Source
     eval: Source
+    test: Source | None = None
+    """For one evaluation at the end of a run."""
     encoder: Encoder
     id_kinds: dict[str, str]
     """Whether each sparse column has `text` or `integers`."""
@@ -32,14 +33,20 @@ class Sources:
         """The same splits; of each training batch only the local share of process `rank`."""
         return self if world_size == 1 else dataclasses.replace(self, train=self.train.local_share(rank, world_size))
 
+    def map(self, function: Callable[[Source], Source]) -> Sources:
+        """The same splits with `function` applied to the source of each."""
+        test = None if self.test is None else function(self.test)
+        return dataclasses.replace(self, train=function(self.train), eval=function(self.eval), test=test)
+
 
 def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_kinds: IdKinds | None = None) -> Sources:
-    """Open both splits of a spec's log; dense transforms are learned from the training split unless they are given.
+    """Open the splits of a spec's log; dense transforms are learned from the training split unless they are given.
 
     `id_kinds` are those of an earlier run whose model is trained further: a log of other kinds is refused.
     """
     train = open_split(spec, "train", id_kinds)
     evaluation = open_split(spec, "eval", train.id_kinds)
+    test = open_split(spec, "test", train.id_kinds) if spec.data.log.has_test else None
     if transforms is None:
         needed = any(feature.needs_statistics for feature in spec.features.expanded_dense())
         blocks = train.dense_blocks(spec.data.statistics_rows) if needed else ()
@@ -48,12 +55,13 @@ def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_ki
     return Sources(
         train=train.source(encoder, seed=spec.seed),
         eval=evaluation.source(encoder, seed=spec.seed),
+        test=None if test is None else test.source(encoder, seed=spec.seed),
         encoder=encoder,
         id_kinds=train.id_kinds,
     )
 
 
-def open_split(spec: RunSpec, split: Literal["train", "eval"], id_kinds: IdKinds | None = None) -> LogSplit:
+def open_split(spec: RunSpec, split: SplitName, id_kinds: IdKinds | None = None) -> LogSplit:
     """Open one split of a spec's log, of whichever kind."""
     log = spec.data.log
     module, name = log.split_class.split(":")

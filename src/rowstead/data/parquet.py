@@ -34,14 +34,15 @@ from rowstead.data.rowgroup import (
     plan_group,
     read_row_group,
 )
+from rowstead.data.splits import HELD_OUT, GroupRows, choose_rows
 from rowstead.data.transforms import RowRule
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import ParquetSpec
-from rowstead.spec.errors import DataError
-from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.errors import DataError, did_you_mean
+from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec
 
-Split = Literal["train", "eval", "all"]
+Split = Literal["train", "eval", "test", "all"]
 
 PIECE_BYTES = 32 << 20
 """About this much is decoded at a time by one thread: large enough that the cost of a call is small."""
@@ -59,7 +60,7 @@ SAMPLED_GROUPS = 64
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive rows of one row group."""
+    """Consecutive rows of one row group, counted over those that belong to the split."""
 
     file: int
     group: int
@@ -121,7 +122,8 @@ class ParquetLog:
         self.id_kinds: dict[str, str] = {}
         """Whether each sparse column holds text or integers."""
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
-        patterns = spec.eval if split == "eval" and spec.eval else spec.train
+        own_files = {"eval": spec.eval, "test": spec.test}.get(split, ())
+        patterns = own_files or spec.train
         self.files: list[LogFile] = find_files(patterns)
         self._footers = Footers()
         self._metadata = lru_cache(maxsize=16)(lambda file: self._footers.read_metadata(self.files[file]))
@@ -130,7 +132,9 @@ class ParquetLog:
         self._requests = lru_cache(maxsize=PLANS)(self._plan_requests)
         self._group_rows = self._inspect()
         check_id_kinds(features, self.id_kinds)
-        self.spans = self._split(split)
+        self._chosen: list[list[GroupRows]] | None = None
+        """Which rows of each row group belong to the split; None if all of its spans do."""
+        self.spans = self._split("all" if own_files else split)
         """Row groups of the split, in file order, without empty ones."""
         self.num_samples = sum(span.num_rows for span in self.spans)
         if not self.num_samples:
@@ -185,7 +189,7 @@ class ParquetLog:
 
     def _wanted(self, span: Span) -> tuple[LogFile, Sequence[Range]] | None:
         """What to fetch of a remote row group before it is decoded; None if it is better streamed."""
-        requests = self._requests(span.file, span.group) if self._is_most_of_group(span) else None
+        requests = self._requests(span.file, span.group) if self._is_most_of_group(self._covering(span)) else None
         return None if requests is None else (self.files[span.file], requests)
 
     def _is_most_of_group(self, span: Span) -> bool:
@@ -209,6 +213,7 @@ class ParquetLog:
     ) -> Iterator[RowGroupPiece]:
         file = self.files[span.file]
         first_row = sum(self._group_rows[span.file][: span.group])
+        chosen, span = self._rows_of(span), self._covering(span)
         try:
             with local_copy as path:
                 self._footers.check_unchanged(file)
@@ -216,7 +221,7 @@ class ParquetLog:
                     whole = None if path is None else self._whole_group(path, span, buffers)
                     if whole is None:
                         for at, block in self._stream(path, span, split_columns):
-                            yield self._piece(block, file, first_row + at, check)
+                            yield self._piece(block, file, first_row, at, chosen, check)
                 except (pa.ArrowException, OSError, MemoryError) as error:
                     self._footers.check_unchanged(file)
                     raise self._find_damage(path, span, error) from None
@@ -226,7 +231,7 @@ class ParquetLog:
                 f"`{file.path}`: row group {span.group} cannot be read: {error}. Copy the file again, or write it anew"
             ) from None
         if whole is not None:
-            yield self._piece(whole.slice(span.start, span.stop), file, first_row + span.start, check)
+            yield self._piece(whole.slice(span.start, span.stop), file, first_row, span.start, chosen, check)
 
     def _find_damage(self, path: str | None, span: Span, error: Exception) -> DamagedColumnError:
         """Which column of a row group pyarrow could not read, given its error for some of them."""
@@ -279,13 +284,21 @@ class ParquetLog:
         """Plan for decoding a row group in one call; None if it has no column for our own decoder."""
         return plan_group(self.columns, self._metadata(file), group, self._leaves(file))
 
-    def _piece(self, block: RawBlock, file: LogFile, first_row: int, check: bool) -> RowGroupPiece:
+    def _piece(
+        self, block: RawBlock, file: LogFile, first_row: int, at: int, chosen: NDArray[np.int64] | None, check: bool
+    ) -> RowGroupPiece:
+        """Rows of a row group from its row `at` on; of them only the `chosen` ones. `first_row` is that of the group in its file."""
+        rows = None
+        if chosen is not None:
+            rows = chosen[np.searchsorted(chosen, at) : np.searchsorted(chosen, at + block.num_rows)] - at
+            block = block.take(rows)
         bad = self._rule.check(block) if check else None
         if bad is None:
             return RowGroupPiece(block, None)
         if self.spec.on_bad_row == "error":
+            row = first_row + at + (bad.row if rows is None else int(rows[bad.row]))
             raise DataError(
-                f"`{file.path}`, row {first_row + bad.row} (from 0): {bad.problem}. "
+                f"`{file.path}`, row {row} (from 0): {bad.problem}. "
                 "To skip and count bad rows, set data.parquet.on_bad_row: skip"
             )
         return RowGroupPiece(block, ~bad.mask)
@@ -323,18 +336,54 @@ class ParquetLog:
         return [rows for rows, _ in found]
 
     def _split(self, split: Split) -> list[Span]:
-        spans = [
-            Span(file, group, 0, rows)
-            for file, groups in enumerate(self._group_rows)
-            for group, rows in enumerate(groups)
-            if rows
-        ]
-        if split == "all" or self.spec.eval:
+        rule, held_out = self.spec.split, {name: self.spec.held_out(name) for name in HELD_OUT}
+        counts = self._group_rows
+        if split != "all" and rule.by != "order" and (any(held_out.values()) or rule.test_from is not None):
+            self._chosen = choose_rows(self.spec, split, counts, self._read_column, threads=self.threads)
+            counts = [[group.num_rows for group in groups] for groups in self._chosen]
+        spans = [Span(file, group, 0, rows) for file, groups in enumerate(counts) for group, rows in enumerate(groups) if rows]
+        if split == "all" or self._chosen is not None:
             return spans
         total = sum(span.num_rows for span in spans)
-        held_out = min(max(round(total * self.spec.eval_fraction), 1), total)
-        num_train = total - held_out
-        return cut(spans, 0, num_train) if split == "train" else cut(spans, num_train, total)
+        sizes = {name: max(round(total * share), 1) if share else 0 for name, share in held_out.items()}
+        first_test = max(total - sizes["test"], 0)
+        first_eval = max(first_test - sizes["eval"], 0)
+        bounds = {"train": (0, first_eval), "eval": (first_eval, first_test), "test": (first_test, total)}
+        return cut(spans, *bounds[split])
+
+    def _read_column(self, file: int, group: int, name: str) -> pa.Array:
+        """A column of one row group, which need not be one of the model's."""
+        where, found = self.files[file], self._metadata(file)
+        columns = ColumnReader(FeaturesSpec(sparse=(SparseFeatureSpec(name=name, num_rows=1),)))
+        try:
+            leaves = find_leaves(columns, found.schema)
+            if not leaves:
+                known = did_you_mean(name, found.schema.to_arrow_schema().names)
+                raise DataError(f"data.parquet.split.column: `{where.path}` has no column `{name}`: {known}")
+            if where.is_local:
+                check_page_headers(where.path, find_chunks(found, group, leaves))
+            with _open(where, found, 1) as parquet:
+                batches = [
+                    batch.column(0) for batch in parquet.iter_batches(row_groups=[group], columns=[name], use_threads=False)
+                ]
+            column = pa.chunked_array(batches, batches[0].type if batches else pa.null()).combine_chunks()
+            column.validate(full=True)
+        except (pa.ArrowException, OSError, DamagedColumnError) as error:
+            raise DataError(
+                f"`{where.path}`: row group {group} cannot be read: {first_line(error)}. Copy the file again, or write it anew"
+            ) from None
+        if len(column) != self._group_rows[file][group]:
+            raise DataError(f"`{where.path}`: column `{name}` of row group {group} has {len(column)} rows. Copy the file again")
+        return column
+
+    def _covering(self, span: Span) -> Span:
+        """The rows of the row group from a span's first to its last."""
+        rows = self._rows_of(span)
+        return span if rows is None else Span(span.file, span.group, int(rows[0]), int(rows[-1]) + 1)
+
+    def _rows_of(self, span: Span) -> NDArray[np.int64] | None:
+        """Indices of a span's rows in its row group; None if they are `start` to `stop`."""
+        return None if self._chosen is None else self._chosen[span.file][span.group].locate(span.start, span.stop)
 
     def _rows_per_piece(self, span: Span) -> int:
         """Rows of a span's row group to decode at a time, by their mean size."""

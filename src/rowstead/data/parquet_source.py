@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from rowstead.data.prefetch import map_ahead
 from rowstead.data.source import Batches, Cursor, LogSplit, Source
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
-from rowstead.spec.data import ParquetSpec
+from rowstead.spec.data import ParquetSpec, SplitName
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec
 
@@ -48,9 +47,7 @@ Part = tuple[RawRows, NDArray[np.int64]]
 class ParquetSplit(LogSplit):
     """One split of a log in Parquet files with the columns that `features` select."""
 
-    def __init__(
-        self, spec: ParquetSpec, features: FeaturesSpec, split: Literal["train", "eval"], id_kinds: IdKinds | None = None
-    ) -> None:
+    def __init__(self, spec: ParquetSpec, features: FeaturesSpec, split: SplitName, id_kinds: IdKinds | None = None) -> None:
         self._features, self._split = features, split
         self._log = ParquetLog(spec, features, split=split, id_kinds=id_kinds)
         self.id_kinds = {**(id_kinds or {}), **self._log.id_kinds}

@@ -22,7 +22,7 @@ Batches = Generator[tuple[Batch, Cursor], None, None]
 class LogSplit(ABC):
     """One split of a log, before encoding. Every kind of log has one, which its spec names (`LogSpec.split_class`).
 
-    The constructor takes the kind's spec, the features, `train` or `eval`, and the id kinds of the model's training, if known.
+    The constructor takes the kind's spec, the features, `train`, `eval` or `test`, and the id kinds of the model's training, if known.
     """
 
     id_kinds: dict[str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -18,15 +18,13 @@ from rowstead.data.population import Population
 from rowstead.data.source import Batches, Cursor, LogSplit, Source
 from rowstead.data.teacher import Teacher
 from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, Progress, SplitWriter, Summary
-from rowstead.spec.data import SynthSpec
+from rowstead.spec.data import SplitName, SynthSpec
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.spec.features import FeaturesSpec
 
 if TYPE_CHECKING:
     from rowstead.data.columns import IdKinds
     from rowstead.data.encode import Encoder
-
-Split = Literal["train", "eval"]
 
 _LABELS = 200
 _GENERATE_BYTES = 16 << 20
@@ -47,7 +45,7 @@ class SynthLog:
         self.teacher = Teacher(self.population)
         self.dense_columns = tuple(f"dense_{i}" for i in range(spec.num_dense))
         self.sparse_columns = tuple(f"sparse_{i}" for i in range(spec.num_sparse))
-        self.num_rows = spec.num_train_samples + spec.num_eval_samples
+        self.num_rows = spec.num_train_samples + spec.num_eval_samples + spec.num_test_samples
         self._label_key = draws.key_of(spec.seed, _LABELS)
 
     @property
@@ -56,10 +54,13 @@ class SynthLog:
         row_bytes = 8 * self.population.mean_ids.sum() + 8 * self.spec.latent * self.spec.num_sparse + 8 * self.spec.num_dense
         return int(np.clip(_GENERATE_BYTES // max(row_bytes, 1), 64, 16_384))
 
-    def split(self, name: Split) -> range:
+    def split(self, name: SplitName) -> range:
         """The rows of one split."""
-        train = self.spec.num_train_samples
-        return range(train) if name == "train" else range(train, self.num_rows)
+        first_eval = self.spec.num_train_samples
+        first_test = first_eval + self.spec.num_eval_samples
+        return {"train": range(first_eval), "eval": range(first_eval, first_test), "test": range(first_test, self.num_rows)}[
+            name
+        ]
 
     def rows(
         self, start: int, stop: int, *, dense: Sequence[str] | None = None, sparse: Sequence[str] | None = None
@@ -95,7 +96,9 @@ class SynthLog:
             true_p=true_p,
         )
 
-    def dense_blocks(self, columns: Sequence[str], split: Split = "train", max_rows: int | None = None) -> Iterator[RawBlock]:
+    def dense_blocks(
+        self, columns: Sequence[str], split: SplitName = "train", max_rows: int | None = None
+    ) -> Iterator[RawBlock]:
         """The first rows of a split with only these dense columns, which is much faster; transforms are learned from them."""
         indices = self._column_indices(columns, self.dense_columns)
         rows = self.split(split)[:max_rows]
@@ -116,7 +119,7 @@ class SynthLog:
 class SynthSplit(LogSplit):
     """One split of a synthetic log with the columns that `features` select."""
 
-    def __init__(self, spec: SynthSpec, features: FeaturesSpec, split: Split, id_kinds: IdKinds | None = None) -> None:
+    def __init__(self, spec: SynthSpec, features: FeaturesSpec, split: SplitName, id_kinds: IdKinds | None = None) -> None:
         self._log, self._split = SynthLog(spec), split
         self._dense, self._sparse = _select_columns(features)
         self.id_kinds = dict.fromkeys(self._sparse, "integers")
@@ -141,7 +144,7 @@ class SynthSource(Source):
     Ranks read contiguous ranges. Any number of threads may iterate at the same time; the kernels release the GIL.
     """
 
-    def __init__(self, log: SynthLog, encoder: Encoder, split: Split) -> None:
+    def __init__(self, log: SynthLog, encoder: Encoder, split: SplitName) -> None:
         self.log = log
         self.encoder = encoder
         self._rows = self.log.split(split)
@@ -171,7 +174,7 @@ def write_parquet(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write both splits of a log to `folder` as `train-00000.parquet` …, `eval-00000.parquet` …, in bounded memory.
+    """Write the splits of a log to `folder` as `train-00000.parquet` …, `eval-00000.parquet` …, in bounded memory.
 
     Columns: `dense_i` float32, `sparse_i` list<int64> (int64 where every bag has one id), `label` and `true_p` float32.
     `progress` is called with the rows written so far and the total.
@@ -180,7 +183,7 @@ def write_parquet(
     step = log.rows_per_piece
     row_bytes = 8 * (log.population.mean_ids.sum() + spec.num_dense)
     rows_per_group = int(min(rows_per_group, max(1024, 4 * _GENERATE_BYTES // max(row_bytes, 1))))
-    splits: tuple[Split, ...] = ("train", "eval")
+    splits: tuple[SplitName, ...] = ("train", "eval", "test") if spec.has_test else ("train", "eval")
     schema = _schema(log)
     id_columns = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in schema if f.type != pa.float32()]
     with SplitWriter(

@@ -69,7 +69,7 @@ class Teacher:
 
     def turn(self, start: int, num_rows: int) -> Array:
         """Cosine and sine [R, 2] of the teacher's rotation at each row."""
-        total = self.spec.num_train_samples + self.spec.num_eval_samples
+        total = self.spec.num_train_samples + self.spec.num_eval_samples + self.spec.num_test_samples
         if self.spec.drift == 0:
             return np.broadcast_to(self._turn[0], (num_rows, 2))
         rows = np.arange(start, start + num_rows)

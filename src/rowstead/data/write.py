@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 OnBadRow = Literal["error", "skip"]
 """A malformed line: stop there, or skip it and count it."""
 
-SPLITS = ("train", "eval")
+SPLITS = ("train", "eval", "test")
 DEFAULT_ROWS_PER_FILE = 4_000_000
 DEFAULT_ROWS_PER_GROUP = 65_536
 
@@ -138,8 +138,8 @@ class SplitWriter:
             split.discard()
 
     def num_rows(self) -> dict[str, int]:
-        """Rows of each split so far."""
-        return {name: split.num_rows for name, split in self._splits.items()}
+        """Rows of each split so far; the test split only if there is one."""
+        return {name: split.num_rows for name, split in self._splits.items() if split.num_rows or name != "test"}
 
     def check_not_empty(self, eval_wanted: bool) -> None:
         """Raise a DataError if a wanted split has no rows."""
@@ -152,7 +152,7 @@ class SplitWriter:
         self, *, num_bytes_read: int, skipped: Mapping[str, int] | None = None, first_skipped: Sequence[str] = ()
     ) -> Summary:
         """The summary of a finished conversion."""
-        files = {name: tuple(split.paths) for name, split in self._splits.items()}
+        files = {name: tuple(self._splits[name].paths) for name in self.num_rows()}
         return Summary(
             folder=self.folder,
             num_rows=self.num_rows(),

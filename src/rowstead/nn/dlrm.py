@@ -29,13 +29,28 @@ class DLRMNetwork(Network):
     def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
         super().__init__(inputs, options)
         spec, num_dense = inputs.model, inputs.num_dense
-        self.bottom = layers.MLP(num_dense, (*spec.bottom, spec.dense_width), last_relu=True) if num_dense else None
+        self.bottom = None
+        if num_dense:
+            self.bottom = layers.MLP(
+                num_dense,
+                (*spec.bottom, spec.dense_width),
+                last_relu=True,
+                norm=spec.bottom_norm,
+                dropout=spec.bottom_dropout,
+            )
         dense_width = spec.dense_width if num_dense else 0
         widths = InteractionInputs(width=spec.width, dense_width=dense_width, pooled_width=inputs.pooled_width)
         entry = INTERACTIONS[spec.interaction.kind]
         self.compiles = entry.compiles
         self.interaction: nn.Module = getattr(layers, entry.layer)(widths, spec.interaction)
-        self.top = layers.MLP(entry.out_width(widths, spec.interaction), (*spec.top, 1), last_relu=False)
+        self.top = layers.MLP(
+            entry.out_width(widths, spec.interaction),
+            (*spec.top, 1),
+            last_relu=False,
+            norm=spec.top_norm,
+            dropout=spec.top_dropout,
+        )
+        self._draws = bool(spec.bottom_dropout or spec.top_dropout)
 
     def project(self, dense: Tensor) -> Tensor | None:
         """The dense vectors [B, dense width]; None for a model without dense features."""
@@ -47,7 +62,9 @@ class DLRMNetwork(Network):
         return logits.squeeze(1)
 
     def seed_step(self, number: int, rank: int = 0) -> None:
-        """Do nothing: this network draws no random numbers."""
+        """As `Network.seed_step` with dropout; else nothing is drawn."""
+        if self._draws:
+            super().seed_step(number, rank)
 
 
 class DLRM(nn.Module):

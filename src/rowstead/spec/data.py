@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, ClassVar, Literal
 
 from rowstead.spec.bounds import (
     MAX_FEATURES,
+    MAX_NAME,
     MAX_ROWS,
     AboveZero,
     AtLeastOne,
+    BelowOne,
     Count,
     InsideZeroToOne,
     NotNegative,
@@ -26,6 +29,7 @@ from rowstead.spec.bounds import (
 )
 from rowstead.spec.errors import require
 
+SplitName = Literal["train", "eval", "test"]
 MAX_TRAIN_SAMPLES = 10**15
 MAX_EVAL_SAMPLES = 10**9
 """The last evaluation reads all of them."""
@@ -43,6 +47,11 @@ class LogSpec(Spec):
     label = "label"
     """Label column."""
 
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a test split, on which a run reports at its end."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class SynthSpec(LogSpec):
@@ -55,6 +64,8 @@ class SynthSpec(LogSpec):
     """Examples in the training split."""
     num_eval_samples: Annotated[AtLeastOne, up_to(MAX_EVAL_SAMPLES)] = 100_000
     """Examples in the evaluation split, drawn after the training split in time."""
+    num_test_samples: Annotated[Count, up_to(MAX_EVAL_SAMPLES)] = 0
+    """Examples in the test split, drawn after the evaluation split."""
     seed: Seed = 1
     """Same seed, same log, on every machine."""
     num_dense: Annotated[Count, up_to(MAX_FEATURES)] = 13
@@ -100,10 +111,44 @@ class SynthSpec(LogSpec):
             fits = name == "num_ids" or max(values) <= self.max_ids
             require(fits, name, f"must not be above max_ids, which is {self.max_ids}")
 
+    @property
+    def has_test(self) -> bool:
+        return self.num_test_samples > 0
+
 
 def list_paths(paths: str | Iterable[str]) -> tuple[str, ...]:
     """One path or several, as a tuple."""
     return (paths,) if isinstance(paths, str) else tuple(paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSpec(Spec):
+    """How the rows of the training files are split, where the log names no files for evaluation or for the test."""
+
+    by: Literal["order", "hash", "time"] = "order"
+    """`order`: the last rows in file order are held out. `hash`: random ones, chosen by a hash. `time`: those with the latest times."""
+    column: Annotated[str, at_most(MAX_NAME)] | None = None
+    """With `hash`: rows with the same value of this column, such as a user, go to the same split; default: each row by itself.
+    With `time`: the column of the time, which is a number, a date or a timestamp."""
+    eval_from: float | str | None = None
+    """With `time`: the first time of the evaluation split, a number or `2000-11-20`. Default: the one that holds out `eval_fraction`."""
+    test_from: float | str | None = None
+    """With `time`: the first time of the test split. Default: the one that holds out `test_fraction`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by == "order":
+            require(self.column is None, "column", "applies only to `by: hash` and `by: time`")
+        if self.by == "time":
+            require(self.column is not None, "column", "name the column of the time")
+        for name in ("eval_from", "test_from"):
+            bound = getattr(self, name)
+            require(bound is None or self.by == "time", name, "applies only to `by: time`")
+            if isinstance(bound, str):
+                try:
+                    datetime.fromisoformat(bound)
+                except ValueError:
+                    require(False, name, f"`{bound}` is neither a number nor a date such as 2000-11-20 or 2000-11-20T18:30")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +161,15 @@ class ParquetSpec(LogSpec):
     train: Annotated[tuple[str, ...], at_most(MAX_FILES)]
     """Files of the training split."""
     eval: Annotated[tuple[str, ...], at_most(MAX_FILES)] = ()
-    """Files of the evaluation split. Default: the last `eval_fraction` of the training files' rows."""
+    """Files of the evaluation split. Default: `eval_fraction` of the training files' rows, chosen by `split`."""
+    test: Annotated[tuple[str, ...], at_most(MAX_FILES)] = ()
+    """Files of the test split, on which a run reports once, at its end. Default: `test_fraction` of the training files' rows."""
     eval_fraction: InsideZeroToOne = 0.1
-    """Share of the rows (the last ones in file order) held out without `eval`."""
+    """Share of the rows held out for evaluation without `eval`."""
+    test_fraction: BelowOne = 0.0
+    """Share of the rows held out for the test without `test`."""
+    split: SplitSpec = SplitSpec()
+    """Which rows are held out: the last ones in file order, random ones, or the latest."""
     label: str = "label"
     """Label column, a number from 0 to 1."""
     weight: str | None = None
@@ -133,10 +184,25 @@ class ParquetSpec(LogSpec):
     """For a missing or non-finite dense value or a label outside [0, 1]: stop with an error, or skip the row and count it."""
 
     def __post_init__(self) -> None:
-        for name in ("train", "eval"):
+        for name in ("train", "eval", "test"):
             object.__setattr__(self, name, list_paths(getattr(self, name)))
         super().__post_init__()
         require(bool(self.train), "train", "give at least one file")
+        for name in ("eval", "test"):
+            unused = f"does not apply: the {name} split has files of its own, `{name}`"
+            require(not getattr(self, name) or getattr(self.split, f"{name}_from") is None, f"split.{name}_from", unused)
+        require(not self.test or not self.test_fraction, "test_fraction", "does not apply: `test` names files")
+        held_out = self.held_out("eval") + self.held_out("test")
+        require(held_out < 1, "test_fraction", "leaves no rows to train on: lower it, or `eval_fraction`")
+
+    def held_out(self, split: str) -> float:
+        """The share of the training files' rows that is held out for `eval` or `test`; 0 if it has files of its own."""
+        share: float = 0.0 if getattr(self, split) else getattr(self, f"{split}_fraction")
+        return share
+
+    @property
+    def has_test(self) -> bool:
+        return bool(self.test) or self.test_fraction > 0 or self.split.test_from is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rowstead.spec.bounds import Layers, Spec, Width
+from rowstead.spec.bounds import BelowOne, Layers, Spec, Width
 from rowstead.spec.errors import require
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.networks import NETWORKS, make_absolute, parse_network
+
+Norm = Literal["none", "batch", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,14 @@ class ModelSpec(Spec):
     """Hidden layers of the bottom MLP; a last layer of `interaction.num_dense_vectors` times `width` is added."""
     top: Layers = (64, 32)
     """Hidden layers of the top MLP; a last layer of 1 is added."""
+    bottom_norm: Norm = "none"
+    """Normalisation after each hidden linear layer of the bottom MLP, before its ReLU: over the batch or over the layer's outputs."""
+    top_norm: Norm = "none"
+    """Normalisation after each hidden linear layer of the top MLP, before its ReLU."""
+    bottom_dropout: BelowOne = 0.0
+    """In training, the probability that an output of a hidden layer of the bottom MLP is set to 0; the others are scaled up."""
+    top_dropout: BelowOne = 0.0
+    """In training, the probability that an output of a hidden layer of the top MLP is set to 0; the others are scaled up."""
     interaction: InteractionSpec = InteractionSpec()
     """How features interact."""
     row_format: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -56,6 +56,8 @@ class Hogwild:
             for own, common in zip(worker.model.net.parameters(), first.model.net.parameters(), strict=True):
                 own.data = common.data
                 worker.optimizer.state[own] = first.optimizer.state.get(common, {})
+            for module, common_module in zip(worker.model.net.modules(), first.model.net.modules(), strict=True):
+                module._buffers = common_module._buffers  # running statistics
 
     def run(self, work: Callable[[int, Stepper], None]) -> None:
         """Run `work(thread, stepper)` in one thread per stepper; returns when all have ended.

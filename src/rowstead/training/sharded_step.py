@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rowstead.data.batch import Batch
 from rowstead.distributed.process_group import ProcessGroup, Work
 from rowstead.nn.dlrm import DLRM
+from rowstead.nn.layers import BatchNorm
 from rowstead.records.timers import Timers
 from rowstead.spec.train import TrainSpec
 from rowstead.training.step import Execution, check_finite
@@ -33,6 +34,9 @@ class ShardedExecution(Execution):
     def __init__(self, model: DLRM, spec: TrainSpec, timers: Timers, process_group: ProcessGroup) -> None:
         super().__init__(model, spec, timers)
         self._group = process_group
+        for module in model.net.modules():
+            if isinstance(module, BatchNorm):
+                module.all_reduce = lambda tensor: process_group.start_all_reduce(tensor).wait()
         self._gradients = GradientBuckets(model.net, process_group, WIRE_DTYPES[spec.wire])
         self._stop_requested: Callable[[], bool] = lambda: False
         self._stops = False
