@@ -32,7 +32,6 @@ from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, check_moves, load_recipe
-from rowstead.stores.base import check_source
 from rowstead.stores.build import measured_machine, unused_machine_warning
 from rowstead.training.build import build_model, ignored_settings, plan_placement
 from rowstead.training.checkpoint import Checkpoint, checkpoints_in, load_latest
@@ -175,7 +174,7 @@ def _run(
         # Training.
         sources = sources.share(group.rank, group.world_size)
         if spec.check_ids:
-            train, eval_ = (check_source(source, model.store.layout) for source in (sources.train, sources.eval))
+            train, eval_ = (source.check_ids(model.store.layout) for source in (sources.train, sources.eval))
             sources = dataclasses.replace(sources, train=train, eval=eval_)  # the reading thread checks each batch
         resumed_step = (position.step if position is not None else 0) if is_resumed else None
         events = folder.path if group.rank == 0 else None
