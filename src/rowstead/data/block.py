@@ -64,3 +64,11 @@ class RawBlock:
             weights=part(self.weights),
             true_p=part(self.true_p),
         )
+
+@dataclass(frozen=True)
+class LogPiece:
+    """Decoded rows, in file order, and which of them are good."""
+
+    block: RawBlock
+    good: NDArray[np.bool_] | None
+    """[R]; None if all are."""

@@ -27,7 +27,7 @@ from rowstead.data.column_values import (
 )
 from rowstead.kernels.cpu.memory import address_of, floats_at
 from rowstead.spec.errors import DataError, did_you_mean
-from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
+from rowstead.spec.features import FeaturesSpec
 
 IdKinds = Mapping[str, str]
 """For each sparse column `text` or `integers`."""
