@@ -177,7 +177,10 @@ ROWS = {"age": [1], "price": [1], "city": [1], "likes": [[1]]}
         (ROWS | {"age": ["old"]}, r"column `age` has type string, but a dense feature.*features\.sparse"),
         (ROWS | {"city": [1.5]}, r"column `city` contains 1.5, which is not whole.*features\.dense"),
         (ROWS | {"city": [math.inf]}, r"column `city` contains inf"),
-        (ROWS | {"city": [2.0**60]}, r"column `city` contains 1.15.*, which is beyond 9,007,199,254,740,992, where double is not exact"),
+        (
+            ROWS | {"city": [2.0**60]},
+            r"column `city` contains 1.15.*, which is beyond 9,007,199,254,740,992, where double is not exact",
+        ),
         (ROWS | {"age": [[1.0, 2.0]]}, r"column `age` has type list<item: double>; .* set the dense feature's `length`"),
         (ROWS | {"city": [{"a": 1}]}, r"column `city` has type struct<a: int64>, but a sparse feature must be integers, text"),
         (ROWS | {"likes": [[[1]]]}, r"column `likes` has type list<item: list<item: int64>>"),
@@ -224,7 +227,9 @@ def test_times_become_days_seconds_and_their_parts(times, unit):
         assert to_bags(column, "x")[0].tolist() == [s // exact for s in seconds]
         found = to_floats(column, "x")
         assert np.isnan(found).tolist() == [t is None for t in times]
-        np.testing.assert_allclose(found[~np.isnan(found)], np.array([s // exact * exact / 86_400 for s in seconds]), rtol=1e-6, atol=1e-4)
+        np.testing.assert_allclose(
+            found[~np.isnan(found)], np.array([s // exact * exact / 86_400 for s in seconds]), rtol=1e-6, atol=1e-4
+        )
 
 
 def test_a_timestamp_counts_in_its_own_zone():
@@ -253,7 +258,9 @@ def test_booleans_are_ids_0_and_1():
 
 @given(st.lists(st.one_of(st.none(), st.lists(st.one_of(st.none(), st.floats(width=32)), min_size=3, max_size=3)), max_size=6))
 def test_lists_of_one_length_are_as_many_dense_features(rows):
-    features = FeaturesSpec(dense=(DenseFeatureSpec(name="v", length=3), DenseFeatureSpec(name="y", column="v", length=3, element=1)))
+    features = FeaturesSpec(
+        dense=(DenseFeatureSpec(name="v", length=3), DenseFeatureSpec(name="y", column="v", length=3, element=1))
+    )
     assert [f.name for f in features.expanded_dense()] == ["v[0]", "v[1]", "v[2]", "y"]
     expected = [[math.nan] * 3 if row is None else [math.nan if x is None else x for x in row] for row in rows]
     expected = np.array(expected, np.float32).reshape(-1, 3)[:, [0, 1, 2, 1]]
@@ -270,7 +277,10 @@ def test_a_list_of_another_length_is_named():
 
 
 def test_a_part_needs_times():
-    for column, says in ((pa.array([1]), "needs timestamps or dates"), (pa.array([date(2026, 1, 1)]), "dates, which have no hour")):
+    for column, says in (
+        (pa.array([1]), "needs timestamps or dates"),
+        (pa.array([date(2026, 1, 1)]), "dates, which have no hour"),
+    ):
         with pytest.raises(DataError, match=says):
             to_bags(column, "x", "hour")
     with pytest.raises(DataError, match="column `x` is text that is not all timestamps"):

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from rowstead import run
+from rowstead.data import batch as batch_module
 from rowstead.data.batch import Sparse, check_batch
 from rowstead.data.open_log import open_sources
 from rowstead.data.source import Batches, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
-from rowstead.data import batch as batch_module
 from rowstead.training import checkpoint
 from tests.small_runs import small_spec
 

@@ -65,6 +65,7 @@ class RawBlock:
             true_p=part(self.true_p),
         )
 
+
 @dataclass(frozen=True)
 class LogPiece:
     """Decoded rows, in file order, and which of them are good."""

@@ -63,14 +63,20 @@ def check_dense(name: str, kind: pa.DataType, part: TimePart | None = None, *, e
         _check_part(name, kind, part)
     elif element:
         if not (is_list(kind) and is_quantity(kind.value_type)):
-            raise DataError(f"column `{name}` has type {kind}, but `length` and `element` are for lists of numbers; remove them")
+            raise DataError(
+                f"column `{name}` has type {kind}, but `length` and `element` are for lists of numbers; remove them"
+            )
     elif is_list(kind) and is_quantity(kind.value_type):
         raise DataError(
             f"column `{name}` has type {kind}; if each row has as many numbers, set the dense feature's `length` to how many, and "
             "if they are ids, list it under features.sparse"
         )
     elif not is_quantity(kind):
-        fix = "Convert the column, or list it under features.sparse if it contains ids" if is_text(id_type(kind)) else "Convert it"
+        fix = (
+            "Convert the column, or list it under features.sparse if it contains ids"
+            if is_text(id_type(kind))
+            else "Convert it"
+        )
         raise DataError(
             f"column `{name}` has type {kind}, but a dense feature, label or weight must be a number, a boolean, a date or a "
             f"timestamp. {fix}"
@@ -91,7 +97,9 @@ def check_sparse(name: str, kind: pa.DataType, part: TimePart | None = None) -> 
 
 def _check_part(name: str, kind: pa.DataType, part: TimePart) -> None:
     if not (is_time(kind) or is_text(kind) or pa.types.is_null(kind)):
-        raise DataError(f"column `{name}` has type {kind}, but `part: {part}` needs timestamps or dates; convert it to timestamps")
+        raise DataError(
+            f"column `{name}` has type {kind}, but `part: {part}` needs timestamps or dates; convert it to timestamps"
+        )
     if pa.types.is_date(kind) and part == "hour":
         raise DataError(f"column `{name}` has dates, which have no hour; use `part: weekday` or `part: day`")
 
@@ -133,7 +141,9 @@ def to_vectors(column: Column, name: str, length: int) -> NDArray[np.float32]:
     lengths = np.asarray(pc.fill_null(pc.list_value_length(column), -1), np.int64)
     wrong = np.flatnonzero((lengths != length) & (lengths >= 0))
     if len(wrong):
-        raise DataError(f"column `{name}` has a list of {lengths[wrong[0]]:,} numbers where `length` says {length:,}; correct either")
+        raise DataError(
+            f"column `{name}` has a list of {lengths[wrong[0]]:,} numbers where `length` says {length:,}; correct either"
+        )
     vectors = np.full((len(column), length), np.nan, np.float32)
     vectors[lengths >= 0] = _floats(column.flatten()).reshape(-1, length)
     return vectors

@@ -237,7 +237,11 @@ class _OtherColumns:
     def floats(self, index: int) -> NDArray[np.float32]:
         """Values [R] of the column at `index` of the plan's floats."""
         row, values = self._plan.floats[index], np.empty(self._plan.num_rows, np.float32)
-        return values if decode_floats(self._chunk(row), _codec_of(row), row[chunks.MAX_DEF], values) else self._values.floats(index)
+        return (
+            values
+            if decode_floats(self._chunk(row), _codec_of(row), row[chunks.MAX_DEF], values)
+            else self._values.floats(index)
+        )
 
     def bags(self, index: int, ids: NDArray[np.int64]) -> Bags:
         """Ids (in `ids` if our decoder reads them) and offsets of the column at `index` of the plan's bags."""

@@ -13,9 +13,9 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.data.columns import ColumnReader, IdKinds
 from rowstead.data.encode import Encoder
-from rowstead.data.open_log import open_split, parquet_files_like
-from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import ParquetSource
+from rowstead.data.file_log import open_file_log
+from rowstead.data.file_source import FileSource
+from rowstead.data.open_log import files_like, open_split
 from rowstead.data.source import Source
 from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.nn.dlrm import DLRM
@@ -46,13 +46,13 @@ class TrainedRun:
     """Whether each sparse column held text or integers in training."""
 
     def source(self, data: str | Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
-        """The run's evaluation split, or the Parquet files of `data` read the same way, in the order of the log."""
+        """The run's evaluation split, or the files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
             return open_split(self.spec, "eval", self.id_kinds).source(encoder, seed=self.spec.seed)
-        files = parquet_files_like(self.spec, data)
-        log = ParquetLog(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
-        return ParquetSource(log, encoder, shuffle=False)
+        files = files_like(self.spec, data)
+        log = open_file_log(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
+        return FileSource(log, encoder, shuffle=False)
 
 
 def open_run(
@@ -90,7 +90,7 @@ def evaluate(
     callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Evaluate a run's model on its evaluation split, or on other Parquet files."""
+    """Evaluate a run's model on its evaluation split, or on other files."""
     trained = open_run(run, root=root, callback=callback)
     source = trained.source(data)
     device = choose_device(trained.spec)
