@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rowstead.cli import data, plan, report, runs, study
+from rowstead.cli import data, init, plan, report, runs, study
 from rowstead.cli import fleet as fleet_commands
 from rowstead.cli.options import RUNS, Root, Set, print_shipped
 from rowstead.distributed import launch
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command()(init.init)
 app.add_typer(data.app, name="data")
 app.command()(plan.plan)
 app.command()(plan.calibrate)
@@ -37,11 +38,23 @@ app.add_typer(runs.app, name="runs")
 app.command()(report.report)
 app.command()(report.ui)
 
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"rowstead {version_of('rowstead')}")
+        raise typer.Exit
+
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        "--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."
+        "--data", metavar="FILES", help="Files, folders, globs or URLs instead of the run's evaluation split. Repeatable."
     ),
 ]
 
@@ -142,7 +155,7 @@ def train(
 
 @app.command()
 def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
-    """Score a run's model on its evaluation split, or on other Parquet files."""
+    """Score a run's model on its evaluation split, or on other files."""
     from rowstead.cli.console import PlainProgress, doing, quality_rows
     from rowstead.training.trained import evaluate as evaluate_run
 

@@ -122,9 +122,9 @@ class FileLog(ABC):
     def _file_tables(self, span: Span, names: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """The rows of a span of a row group with these columns of its file as they are; each table with the row that it begins at."""
 
-    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """All rows of the split with these columns as they are in the log, bad rows included."""
-        for span in self.spans:
+    def tables(self, names: Sequence[str], max_rows: int | None = None) -> Iterator[pa.Table]:
+        """Rows of the split, all or about `max_rows`, with these columns as they are in the log, bad rows included."""
+        for span in self._sample(max_rows):
             constants, chosen = self.constants(span.file), self._rows_of(span)
             for at, table in self._file_tables(self._covering(span), [name for name in names if name not in constants]):
                 if chosen is not None:
@@ -149,13 +149,16 @@ class FileLog(ABC):
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
         """Raw rows, bad ones included: all, or about `max_rows` spread evenly over the split."""
-        spans: Sequence[Span] = self.spans
-        if max_rows is not None and max_rows < self.num_samples:
-            count = min(len(spans), SAMPLED_GROUPS, max_rows)
-            chosen = np.linspace(0, len(spans) - 1, count).round().astype(int)
-            spans = [spans[i].slice(0, -(-max_rows // count)) for i in chosen]
-        for piece in self.pieces(spans, rows_ahead=0, check=False):
+        for piece in self.pieces(self._sample(max_rows), rows_ahead=0, check=False):
             yield piece.block
+
+    def _sample(self, max_rows: int | None) -> Sequence[Span]:
+        """All spans, or some with about `max_rows` rows, spread evenly over the split."""
+        if max_rows is None or max_rows >= self.num_samples:
+            return self.spans
+        count = min(len(self.spans), SAMPLED_GROUPS, max_rows)
+        chosen = np.linspace(0, len(self.spans) - 1, count).round().astype(int)
+        return [self.spans[i].slice(0, -(-max_rows // count)) for i in chosen]
 
     def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[LogPiece, None, None]:
         """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -165,7 +166,7 @@ def read_row_group(
     columns: ColumnReader,
     metadata: Callable[[], pq.FileMetaData],
     *,
-    constants: Mapping[str, pa.Scalar],
+    constants: Mapping[str, pa.Scalar] = MappingProxyType({}),
     max_bytes: int,
     buffers: BufferPool,
 ) -> RawBlock | None:
