@@ -241,7 +241,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
         source_of(str(tmp_path / "nothing.parquet"))
     with pytest.raises(DataError, match=r"no file matches `.*\*\.parquet`"):
         source_of(str(tmp_path / "*.parquet"))
-    with pytest.raises(DataError, match=r"is a folder; list its files, such as `.*/\*\.parquet`"):
+    with pytest.raises(DataError, match=r"folder `.*` has no files that end in `\.parquet`"):
         source_of(str(tmp_path))
     (tmp_path / "text.parquet").write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match=r"text\.parquet` is not a Parquet file"):

@@ -239,7 +239,7 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(pyarrow.fs, "_not_imported", [*pyarrow.fs._not_imported, name])
     for scheme, extra in (("http", "http"), ("https", "http"), ("s3", "s3"), ("gs", "gs")):
         with pytest.raises(
-            DataError, match=rf"cannot open `{scheme}://somewhere/x.parquet`: .* pip install 'rowstead\[{extra}\]'"
+            DataError, match=rf"cannot open `{scheme}://somewhere/x.parquet`: .* pip install -e '.*\[{extra}\]'"
         ):
             files.find_files([f"{scheme}://somewhere/x.parquet"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -39,15 +40,19 @@ app.command()(report.report)
 app.command()(report.ui)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rowstead {version('rowstead')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
-    if version:
-        from importlib.metadata import version as version_of
-
-        typer.echo(f"rowstead {version_of('rowstead')}")
-        raise typer.Exit
+    """Options of the command line itself."""
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]

@@ -28,6 +28,10 @@ _EXACT_BELOW = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}
 """Whole numbers up to here are exact in these types; larger ones may be other ids that were rounded."""
 
 
+class ColumnError(DataError):
+    """Values of a column that cannot be what a recipe makes of them; who reads a file adds its name."""
+
+
 class _NoIdError(ValueError):
     """A number that is no id; its text says which and why."""
 
@@ -141,7 +145,7 @@ def to_vectors(column: Column, name: str, length: int) -> NDArray[np.float32]:
     lengths = np.asarray(pc.fill_null(pc.list_value_length(column), -1), np.int64)
     wrong = np.flatnonzero((lengths != length) & (lengths >= 0))
     if len(wrong):
-        raise DataError(
+        raise ColumnError(
             f"column `{name}` has a list of {lengths[wrong[0]]:,} numbers where `length` says {length:,}; correct either"
         )
     vectors = np.full((len(column), length), np.nan, np.float32)
@@ -156,7 +160,7 @@ def to_bags(column: Column, name: str, part: TimePart | None = None) -> Bags:
     try:
         bags = [_bags(chunk if part is None else _take_part(chunk, part, name)) for chunk in chunks]
     except _NoIdError as error:
-        raise DataError(
+        raise ColumnError(
             f"column `{name}` contains {error}. Ids are integers or text: convert it, or list it under features.dense if it is a quantity"
         ) from None
     return bags[0] if len(bags) == 1 else _concatenate(bags)
@@ -179,7 +183,7 @@ def _parse_times(array: pa.Array, name: str) -> pa.Array:
             return array.cast(kind)
         except pa.ArrowInvalid as error:
             reason = str(error).splitlines()[0]
-    raise DataError(f"column `{name}` is text that is not all timestamps such as 2026-11-01 12:00:00: {reason}")
+    raise ColumnError(f"column `{name}` is text that is not all timestamps such as 2026-11-01 12:00:00: {reason}")
 
 
 def _seconds(array: pa.Array, dtype: Any) -> NDArray[Any]:

@@ -46,7 +46,7 @@ class ColumnReader:
         id_kinds: IdKinds | None = None,
     ) -> None:
         """`id_kinds` are those of the model's training; columns of another kind are refused."""
-        self._expected = id_kinds or {}
+        self.expected_kinds = id_kinds or {}
         self.dense_features, self.sparse_features = features.expanded_dense(), features.expanded_sparse()
         self.dense = tuple(str(f.column) for f in self.dense_features)
         self.sparse = tuple(str(f.column) for f in self.sparse_features)
@@ -89,8 +89,8 @@ class ColumnReader:
 
     def _check_kinds(self, schema: pa.Schema) -> None:
         """Text is hashed to 64 bits and integers are not, so the same id in the other kind would get another row."""
-        for name, kind in self.id_kinds(schema).items() if self._expected else ():
-            expected = self._expected.get(name, kind)
+        for name, kind in self.id_kinds(schema).items() if self.expected_kinds else ():
+            expected = self.expected_kinds.get(name, kind)
             if kind != expected:
                 was, now, fix = ("an integer", "text", "integers") if kind == "text" else ("text", "an integer", "text")
                 raise DataError(f"`{name}` was {was} in training but is {now} here; convert it to {fix}")

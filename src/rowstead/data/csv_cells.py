@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
-from rowstead.data.footers import first_line
+from rowstead.data.csv_index import count_cells
+from rowstead.report.terminal import printable
 
 NULLS = ("", "#N/A", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "\\N", "n/a", "nan", "null")
 """Cells that are null in columns of numbers, booleans and times. In a column of text, and of lists, only the empty cell is null."""
@@ -58,11 +59,12 @@ def read_rows(
     """
     left_out: dict[int, str] = {}
     wrong: dict[str, dict[int, str]] = {}
+    parsed = {name: kind if _is_parsed(kind) else pa.string() for name, kind in types.items()}
     try:
-        table = _parse(text, form, {name: kind if _is_parsed(kind) else pa.string() for name, kind in types.items()}, left_out)
+        table = _parse(text, form, parsed)
     except pa.ArrowInvalid:
-        left_out.clear()
-        table = _parse(text, form, dict.fromkeys(types, pa.string()), left_out)
+        text, left_out = _leave_out(text, form, num_rows)
+        table = _parse(text, form, dict.fromkeys(types, pa.string()))
         for index, (name, kind) in enumerate(types.items()):
             if _is_parsed(kind):
                 column, wrong[name] = convert_cells(table.column(name), kind)
@@ -94,24 +96,30 @@ def _insert_nulls(table: pa.Table, rows: NDArray[np.int64], num_rows: int) -> pa
     return table.take(pa.array(indices, mask=mask))
 
 
-def _parse(text: bytes, form: CsvFormat, types: Mapping[str, pa.DataType], left_out: dict[int, str]) -> pa.Table:
-    def note(row: pa_csv.InvalidRow) -> str:
-        left_out[row.number - 1] = f"it has {row.actual_columns} cells instead of {row.expected_columns}"
-        return "skip"
-
+def _parse(text: bytes, form: CsvFormat, types: Mapping[str, pa.DataType]) -> pa.Table:
+    if not text:
+        return pa.table({name: pa.array([], kind) for name, kind in types.items()})
     return pa_csv.read_csv(
         pa.BufferReader(text),
         read_options=pa_csv.ReadOptions(column_names=list(form.names), use_threads=False, block_size=len(text) + 1),
         parse_options=pa_csv.ParseOptions(
-            delimiter=form.separator,
-            quote_char='"' if form.quotes else False,
-            newlines_in_values=form.quotes,
-            invalid_row_handler=note,
+            delimiter=form.separator, quote_char='"' if form.quotes else False, newlines_in_values=form.quotes
         ),
         convert_options=pa_csv.ConvertOptions(
             include_columns=list(types), column_types=types, null_values=NULLS, strings_can_be_null=False, check_utf8=False
         ),
     )
+
+
+def _leave_out(text: bytes, form: CsvFormat, num_rows: int) -> tuple[bytes, dict[int, str]]:
+    """The text without the rows that have more or fewer cells than there are columns, and what is wrong with those by index."""
+    rows = count_cells(text, separator=form.separator, quotes=form.quotes, num_rows=num_rows)
+    wrong = np.flatnonzero(rows[:, 2] != len(form.names)).tolist()
+    if not wrong:
+        return text, {}
+    right = np.delete(rows, wrong, axis=0)
+    problems = {row: f"it has {rows[row, 2]:,} cells instead of {len(form.names):,}" for row in wrong}
+    return b"\n".join(text[start:stop] for start, stop, _ in right.tolist()), problems
 
 
 def _is_parsed(kind: pa.DataType) -> bool:
@@ -129,8 +137,13 @@ def convert_cells(column: pa.ChunkedArray, kind: pa.DataType) -> tuple[pa.Array,
     if wrong:
         mask = np.zeros(len(cells), np.bool_)
         mask[wrong] = True
-        return pc.if_else(pa.array(mask), pa.scalar(None, pa.string()), cells).cast(kind), {i: cells[i].as_py() for i in wrong}
+        return pc.if_else(pa.array(mask), pa.scalar(None, pa.string()), cells).cast(kind), _texts(cells, wrong)
     return cells.cast(kind), {}
+
+
+def _texts(cells: pa.Array, rows: Sequence[int]) -> dict[int, str]:
+    """Some cells by row, whatever their bytes are."""
+    return {row: cells[row].cast(pa.binary()).as_py().decode("utf-8", "replace") for row in rows}
 
 
 def _find_wrong(cells: pa.Array, kind: pa.DataType, first: int = 0) -> list[int]:
@@ -159,7 +172,7 @@ def _split_lists(column: pa.ChunkedArray, kind: pa.ListType, separator: str) -> 
     if not pa.types.is_string(kind.value_type):
         values, bad = convert_cells(pa.chunked_array([values]), kind.value_type)
         rows = np.searchsorted(offsets, np.array(sorted(bad), np.int64), side="right") - 1
-        wrong = {int(row): cells[int(row)].as_py() for row in rows}
+        wrong = _texts(cells, rows.tolist())
     return pa.ListArray.from_arrays(pa.array(offsets), values, mask=cells.is_null()), wrong
 
 
@@ -167,6 +180,7 @@ def guess_type(cells: Sequence[str], *, as_id: bool, among: Sequence[pa.DataType
     """The first type that all cells of a sample have, or the first of `among`; null if all are null.
 
     As ids, cells with leading zeros such as `007`, and those with exponents such as `12e4`, are text: as numbers they would be other ids.
+    Otherwise a column is of numbers if most cells are; the others cannot be read.
     """
     found = [cell for cell in cells if cell not in NULLS]
     if among is not None and len(among) == 1:
@@ -184,7 +198,11 @@ def guess_type(cells: Sequence[str], *, as_id: bool, among: Sequence[pa.DataType
         except pa.ArrowInvalid:
             continue
         return kind
-    return pa.string() if among is None else among[0]
+    if among is not None:
+        return among[0]
+    if not as_id and len(_find_wrong(pc.ascii_trim(array, " \t"), pa.float64())) < len(array) / 2:
+        return pa.float64()
+    return pa.string()
 
 
 def _is_code(cell: str) -> bool:
@@ -198,5 +216,5 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def _shown(cell: str) -> str:
-    cell = first_line(ValueError(cell)) if cell else cell
+    cell = printable(cell)
     return f"`{cell if len(cell) <= MAX_PROBLEM_TEXT else cell[: MAX_PROBLEM_TEXT - 1] + '…'}`"

@@ -100,7 +100,7 @@ def find_groups(
             at = stop
             if found == _FULL:
                 yield TextGroup(start, int(state[3]), int(state[2]), b"".join(parts))
-                start, total_rows, is_header = start + int(state[3]), total_rows + int(state[2]), False
+                start, total_rows, is_header = start + int(state[3]), total_rows + (0 if is_header else int(state[2])), False
                 parts.clear()
                 state[2:] = 0
     if is_beginning:
@@ -146,7 +146,7 @@ class CsvIndex:
     def _add(self, group: TextGroup) -> None:
         self._groups.append(dataclasses.replace(group, text=b""))
         if self._unpacked is not None:
-            packed = pa.compress(group.text, codec=pa.Codec("zstd", compression_level=1), asbytes=True)
+            packed = pa.Codec("zstd", compression_level=1).compress(group.text, asbytes=True)
             self._places.append((self._unpacked.seek(0, os.SEEK_END), len(packed)))
             self._unpacked.write(packed)
             self._unpacked.flush()
@@ -312,3 +312,40 @@ def _scan_rows(  # type: ignore[no-untyped-def]
             break
     state[0], state[1], state[2], state[3] = mode, row, rows, size
     return stop, found
+
+
+def count_cells(text: bytes, *, separator: str, quotes: bool, num_rows: int) -> NDArray[np.int64]:
+    """For each row of a text [R, 3]: its first byte, its end without the line break, and its cells."""
+    rows = np.zeros((num_rows, 3), np.int64)
+    found = _count_cells(np.frombuffer(text, np.uint8), ord(separator), ord('"') if quotes else -1, rows)
+    assert found == num_rows, f"{found} rows, but the index says {num_rows}"
+    return rows
+
+
+@numba.njit(nogil=True, cache=True, boundscheck=False)
+def _count_cells(data, separator, quote, rows):  # type: ignore[no-untyped-def]
+    """Fill rows [R, 3] as `count_cells`; returns the number of rows. Quotes are as in `_scan_rows`."""
+    mode, start, cells, found = _START, -1, 1, 0
+    for i in range(len(data)):
+        c = data[i]
+        if mode == _QUOTED:
+            if c == quote:
+                mode = _AFTER_QUOTE
+            continue
+        if c == 10 or c == 13:
+            if start >= 0:
+                if found < len(rows):
+                    rows[found, 0], rows[found, 1], rows[found, 2] = start, i, cells
+                found += 1
+            mode, start, cells = _START, -1, 1
+            continue
+        if start < 0:
+            start = i
+        if c == separator:
+            cells += 1
+        mode = _QUOTED if c == quote and mode != _PLAIN else _START if c == separator else _PLAIN
+    if start >= 0:
+        if found < len(rows):
+            rows[found, 0], rows[found, 1], rows[found, 2] = start, len(data), cells
+        found += 1
+    return found

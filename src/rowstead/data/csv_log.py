@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rowstead.data.block import LogPiece
+from rowstead.data.column_values import ColumnError
 from rowstead.data.csv_cells import ARROW, CsvFormat, guess_type, read_rows
 from rowstead.data.csv_index import GROUP_ROWS, CsvIndex, find_groups, open_index, read_beginning, split_row
 from rowstead.data.file_log import FileLog, Streams
@@ -41,6 +42,8 @@ class CsvLog(FileLog):
         self._separator = sample.form.separator
         ids = frozenset(self.columns.sparse) - {*self.columns.dense, *self.columns.scalars.values()}
         self._types = {name: _settle(kind, name in ids) for name, kind in sample.types(as_ids=ids).items()}
+        was_text = [name for name, kind in self.columns.expected_kinds.items() if kind == "text" and name not in self.spec.types]
+        self._types |= {name: pa.string() for name in was_text if name in self._types}
         """The type of each column of the first file; other files have the same."""
         self._indexes: list[CsvIndex | None] = [None] * len(self.files)
         self._forms: list[CsvFormat | None] = [None] * len(self.files)
@@ -72,7 +75,7 @@ class CsvLog(FileLog):
             table = table.append_column(name, pa.repeat(value, table.num_rows))
         try:
             block = self.columns.block(table.slice(span.start, span.num_rows).combine_chunks())
-        except DataError as error:
+        except ColumnError as error:
             raise DataError(f"`{self.files[span.file].path}`: {error}") from None
         problems = {row - span.start: problem for row, problem in problems.items() if span.start <= row < span.stop}
         yield self._piece(block, self.files[span.file], first_row, span.start, chosen, check, problems)

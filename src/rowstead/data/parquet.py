@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from rowstead.data import fetch, rowgroup
 from rowstead.data.block import LogPiece, RawBlock
 from rowstead.data.buffer_pool import BufferPool
+from rowstead.data.column_values import ColumnError
 from rowstead.data.columns import ColumnReader
 from rowstead.data.fetch import RowGroupFetcher, plan_requests
 from rowstead.data.file_log import FileLog, Streams
@@ -123,6 +124,8 @@ class ParquetLog(FileLog):
                     self._footers.check_unchanged(file)
                     raise self._find_damage(path, span, error) from None
                 self._footers.check_unchanged(file)
+        except ColumnError as error:
+            raise DataError(f"`{file.path}`: {error}") from None
         except DamagedColumnError as error:
             raise DataError(
                 f"`{file.path}`: row group {span.group} cannot be read: {error}. Copy the file again, or write it anew"
