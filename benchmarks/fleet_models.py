@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import OtherLoad
 from rowstead.data.batch import Batch
-from rowstead.data.source import Batches, Cursor, Source
+from rowstead.data.row_order import Cursor
+from rowstead.data.source import Batches, Source
 from rowstead.distributed.launch import exit_with_launcher
 from rowstead.fleet.build import resolve_fleet
 from rowstead.fleet.fork_server import ForkServer, serve_forks

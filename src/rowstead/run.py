@@ -31,7 +31,6 @@ from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, check_moves, load_recipe
-from rowstead.stores.base import check_source
 from rowstead.stores.build import measured_machine, unused_machine_warning
 from rowstead.training.advice import closing_advice
 from rowstead.training.build import build_model, ignored_settings, plan_placement
@@ -176,9 +175,7 @@ def _run(
         # Training.
         sources = sources.share(group.rank, group.world_size)
         if spec.check_ids:
-            sources = sources.map(
-                lambda source: check_source(source, model.store.layout)
-            )  # the reading thread checks each batch
+            sources = sources.map(lambda source: source.check_ids(model.store.layout))  # the reading thread checks each batch
         resumed_step = (position.step if position is not None else 0) if is_resumed else None
         events = folder.path if group.rank == 0 else None
         reporter = RunReporter(events, callback, log_every=spec.train.log_every, resumed_step=resumed_step)

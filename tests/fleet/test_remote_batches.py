@@ -17,7 +17,6 @@ from rowstead.fleet.remote_batches import RemoteBatches
 from rowstead.fleet.rpc_client import Client
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError, RowsteadError
-from rowstead.stores.base import check_source
 from tests.fleet import reader_process
 from tests.fleet.numbered_log import FEATURES, TABLES, numbers_in, source_of, write_log, write_log_with_a_late_bad_row
 from tests.fleet.reader_process import kill, process, run_reader, run_trainer, status_of, trained_by, wait_for_reader
@@ -204,7 +203,7 @@ def test_a_replaced_trainer_gets_an_error(log, tmp_path):
 
 def test_batches_that_the_reader_checked_need_no_check_by_the_trainer(log, tmp_path):
     layout, mine = (layout_of(FEATURES, TABLES) for _ in range(2))
-    source = check_source(source_of(log), layout)
+    source = source_of(log).check_ids(layout)
     with served(log, tmp_path, source=source) as (connects, _), RemoteBatches(connects, name="trainer-0", layout=mine) as feed:
         batch, _ = next(feed)
         assert batch.sparse.checked_for is mine

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowstead.data.batch import Sparse
+from rowstead.data.batch import Sparse, check_batch
 from rowstead.kernels import check
 from rowstead.kernels.check import check_gradient, check_sparse
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
-from rowstead.stores.base import check_batch
 from rowstead.stores.device import DeviceStore
 from tests.stores.store_contract import layouts, sparse_batches
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from rowstead import run
-from rowstead.data.batch import Sparse
+from rowstead.data import batch as batch_module
+from rowstead.data.batch import Sparse, check_batch
 from rowstead.data.open_log import open_sources
 from rowstead.data.source import Batches, Source
 from rowstead.kernels.layout import layout_of
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
-from rowstead.stores import base as base_module
-from rowstead.stores.base import check_batch, check_source
 from rowstead.training import checkpoint
 from tests.small_runs import small_spec
 
@@ -61,13 +60,13 @@ def test_an_id_that_does_not_fit_ends_a_run_before_the_step_and_keeps_those_befo
 
 def test_batches_are_checked_in_the_readers_thread_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    check = base_module.check_sparse
+    check = batch_module.check_sparse
 
     def watched(*args: Any, **kwargs: Any) -> None:
         threads.append(threading.current_thread().name)
         check(*args, **kwargs)
 
-    monkeypatch.setattr(base_module, "check_sparse", watched)
+    monkeypatch.setattr(batch_module, "check_sparse", watched)
     run.train(small_spec("train.max_steps=5"), out=tmp_path / "run")
     assert len(threads) >= 5
     assert set(threads) == {"prefetch"}
@@ -77,7 +76,7 @@ def test_checks_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr(base_module, "check_sparse", fail)
+    monkeypatch.setattr(batch_module, "check_sparse", fail)
     result = run.train(small_spec("train.max_steps=5", "check_ids=false"), out=tmp_path / "run")
     assert result.outcome.position.step == 5
 
@@ -86,7 +85,7 @@ def test_a_checked_source_is_the_source_but_for_the_mark() -> None:
     spec = small_spec()
     layout = layout_of(spec.features, spec.tables)
     plain = open_sources(spec).train
-    ours, theirs = (list(source.batches(1000)) for source in (check_source(plain, layout), plain))
+    ours, theirs = (list(source.batches(1000)) for source in (plain.check_ids(layout), plain))
     assert len(ours) == len(theirs)
     for (mine, after), (other, cursor) in zip(ours, theirs, strict=True):
         assert after == cursor
@@ -94,7 +93,7 @@ def test_a_checked_source_is_the_source_but_for_the_mark() -> None:
         assert mine.sparse.checked_for is layout
         assert other.sparse.checked_for is None
     spoilt = Spoilt(plain)
-    source = check_source(spoilt, layout)
+    source = spoilt.check_ids(layout)
     assert source.num_skipped == 3
     batches = source.batches(64)
     next(batches)

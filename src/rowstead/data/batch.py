@@ -9,11 +9,13 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from rowstead.kernels.check import check_sparse
+from rowstead.kernels.layout import Layout
 from rowstead.spec.errors import DataError, RowsteadError
 
 
@@ -55,6 +57,17 @@ class Sparse:
         return dataclasses.replace(self, ids=ids, offsets=offsets, weights=weights)
 
 
+def check_batch(sparse: Sparse, layout: Layout, device: torch.device | None = None) -> Sparse:
+    """The same batch, marked as one that fits `layout`; raises a DataError that names what does not fit.
+
+    A batch that has the mark is not read again, also after it was moved to another device. `device` is where the rows are.
+    """
+    if sparse.checked_for is layout and (device is None or sparse.ids.device == device):
+        return sparse
+    check_sparse(layout, sparse.ids, sparse.offsets, sparse.weights, num_features=sparse.num_features, device=device)
+    return dataclasses.replace(sparse, checked_for=layout)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchTotals:
     """Totals over the examples of a batch."""
@@ -74,6 +87,23 @@ class BatchTotals:
         exact = weights.double()
         weight = float(exact.sum())
         return cls(num_samples=count, weight=weight, mean_label=float((labels * exact).sum()) / weight if weight > 0 else 0.0)
+
+
+class StagedBatch(Protocol):
+    """A batch in host memory that is about to be moved to a device, in whichever layout. A `Batch` is one."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def totals(self) -> BatchTotals: ...
+
+    @property
+    def sparse(self) -> Sparse:
+        """The ids in the layout of a `Batch`, in host memory; it may have to be computed."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The batch on `device`. With `non_blocking` the copy of pinned memory is queued on the current stream."""
 
 
 @dataclass(frozen=True, kw_only=True)

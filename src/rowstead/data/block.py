@@ -68,3 +68,12 @@ class RawBlock:
             true_p=part(self.true_p),
             groups=None if self.groups is None else self.groups[rows],
         )
+
+
+@dataclass(frozen=True)
+class LogPiece:
+    """Decoded rows, in file order, and which of them are good."""
+
+    block: RawBlock
+    good: NDArray[np.bool_] | None
+    """[R]; None if all are."""

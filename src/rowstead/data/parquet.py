@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rowstead.data import fetch, rowgroup
-from rowstead.data.block import RawBlock
+from rowstead.data.block import LogPiece, RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.columns import ColumnReader, IdKinds, check_id_kinds
 from rowstead.data.fetch import RowGroupFetcher, plan_requests
@@ -24,6 +23,7 @@ from rowstead.data.files import LogFile, find_files
 from rowstead.data.footers import Fingerprint, Footers, Range, first_line
 from rowstead.data.page_checks import DamagedColumnError
 from rowstead.data.prefetch import chain_ahead
+from rowstead.data.row_order import Span, cut
 from rowstead.data.rowgroup import (
     GroupPlan,
     check_page_headers,
@@ -56,43 +56,6 @@ PLANS = 1024
 """Row groups whose decoding plans are cached: some 40 kB each with 800 columns."""
 SAMPLED_GROUPS = 64
 """A sample of a long log is spread over this many row groups."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one row group, counted over those that belong to the split."""
-
-    file: int
-    group: int
-    start: int
-    stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-    def slice(self, start: int, stop: int) -> Span:
-        """Rows `start` to `stop` of this span, clipped to its bounds."""
-        return Span(self.file, self.group, self.start + max(start, 0), self.start + min(stop, self.num_rows))
-
-
-def cut(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """The spans of rows `start` to `stop`, counted over all `spans`."""
-    parts, at = [], 0
-    for span in spans:
-        if at < stop and at + span.num_rows > start:
-            parts.append(span.slice(start - at, stop - at))
-        at += span.num_rows
-    return parts
-
-
-@dataclass(frozen=True)
-class RowGroupPiece:
-    """Decoded rows, in file order, and which of them are good."""
-
-    block: RawBlock
-    good: NDArray[np.bool_] | None
-    """[R]; None if all are."""
 
 
 class ParquetLog:
@@ -160,13 +123,13 @@ class ParquetLog:
         for piece in self.pieces(spans, rows_ahead=0, check=False):
             yield piece.block
 
-    def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[RowGroupPiece, None, None]:
+    def pieces(self, spans: Sequence[Span], *, rows_ahead: int, check: bool = True) -> Generator[LogPiece, None, None]:
         """The rows of `spans` in order, decoded by threads about `rows_ahead` rows ahead."""
         # With fewer row groups than threads, the columns of a group are decoded in parallel instead.
         split_columns = self.threads > 1 and len(spans) < self.threads
         buffers = BufferPool()
         fetcher = RowGroupFetcher([partial(self._wanted, span) for span in spans])
-        streams: list[Callable[[], Iterator[RowGroupPiece]]] = [
+        streams: list[Callable[[], Iterator[LogPiece]]] = [
             partial(self._decode, span, self._local_copy(span, number, fetcher), split_columns, check, buffers)
             for number, span in enumerate(spans)
         ]
@@ -211,7 +174,7 @@ class ParquetLog:
 
     def _decode(
         self, span: Span, local_copy: AbstractContextManager[str | None], split_columns: bool, check: bool, buffers: BufferPool
-    ) -> Iterator[RowGroupPiece]:
+    ) -> Iterator[LogPiece]:
         file = self.files[span.file]
         first_row = sum(self._group_rows[span.file][: span.group])
         chosen, span = self._rows_of(span), self._covering(span)
@@ -287,7 +250,7 @@ class ParquetLog:
 
     def _piece(
         self, block: RawBlock, file: LogFile, first_row: int, at: int, chosen: NDArray[np.int64] | None, check: bool
-    ) -> RowGroupPiece:
+    ) -> LogPiece:
         """Rows of a row group from its row `at` on; of them only the `chosen` ones. `first_row` is that of the group in its file."""
         rows = None
         if chosen is not None:
@@ -295,14 +258,14 @@ class ParquetLog:
             block = block.take(rows)
         bad = self._rule.check(block) if check else None
         if bad is None:
-            return RowGroupPiece(block, None)
+            return LogPiece(block, None)
         if self.spec.on_bad_row == "error":
             row = first_row + at + (bad.row if rows is None else int(rows[bad.row]))
             raise DataError(
                 f"`{file.path}`, row {row} (from 0): {bad.problem}. "
                 "To skip and count bad rows, set data.parquet.on_bad_row: skip"
             )
-        return RowGroupPiece(block, ~bad.mask)
+        return LogPiece(block, ~bad.mask)
 
     def _inspect(self) -> list[list[int]]:
         """Rows of each row group of each file; checks that every file has the needed columns in supported types."""

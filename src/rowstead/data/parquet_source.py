@@ -1,8 +1,6 @@
 """`ParquetSource`: batches from Parquet files, shuffled by seed, split among ranks, resumable at any batch.
 
-The rows of an epoch are the row groups of the split, in file order or permuted by (seed, epoch). Each rank owns one contiguous
-share of them. A share is cut into windows of `shuffle_rows` rows, each shuffled on its own, and batches are cut from consecutive
-windows. Threads decode up to one window ahead and make batches; the result is the same for any number of threads.
+`WindowOrder` says which rows are in which batch. Threads decode up to one window ahead and make batches; the result is the same for any number of threads.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
@@ -21,16 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.data.batch import Batch, share_bounds
-from rowstead.data.block import RawBlock
+from rowstead.data.block import LogPiece, RawBlock
 from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder, RawRows, compute_totals, empty_pinned, empty_tensor
-from rowstead.data.parquet import ParquetLog, RowGroupPiece, Span, choose_num_busy, cut
+from rowstead.data.footers import Fingerprint
+from rowstead.data.parquet import ParquetLog, choose_num_busy
 from rowstead.data.prefetch import map_ahead
-from rowstead.data.source import Batches, Cursor, LogSplit, Source
+from rowstead.data.row_order import Cursor, RowOrder, Span, WindowOrder, cut
+from rowstead.data.source import Batches, LogSplit, Source
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import ParquetSpec, SplitName
-from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec
 
 UNSHUFFLED_WINDOW = 8_192
@@ -59,6 +58,14 @@ class ParquetSplit(LogSplit):
         dense_only = dataclasses.replace(self._features, sparse=(), tables=())
         return ParquetLog(self._log.spec, dense_only, split=self._split, with_labels=False).raw_blocks(max_rows)
 
+    def pieces(self) -> Iterator[Callable[[], LogPiece]]:
+        for piece in self._log.pieces(self._log.spans, rows_ahead=0):
+            yield lambda piece=piece: piece
+
+    @property
+    def fingerprints(self) -> Mapping[str, Fingerprint]:
+        return self._log.fingerprints
+
     def source(self, encoder: Encoder, *, seed: int) -> ParquetSource:
         return ParquetSource(self._log, encoder, seed=seed, shuffle=self._split == "train")
 
@@ -81,9 +88,9 @@ class ParquetSource(Source):
         self._rank, self._world = 0, 1
         self._pins = False
         self._functions: tuple[Callable[[Batch], Batch], ...] = ()
-        self._seed = seed % 2**64
-        self._shuffle = shuffle and log.spec.shuffle_rows > 0
-        self._window_rows = log.spec.shuffle_rows if self._shuffle else UNSHUFFLED_WINDOW
+        shuffle = shuffle and log.spec.shuffle_rows > 0
+        self._window_rows = log.spec.shuffle_rows if shuffle else UNSHUFFLED_WINDOW
+        self._order = WindowOrder(log.spans, window_rows=self._window_rows, seed=seed, shuffle=shuffle)
 
     def map(self, function: Callable[[Batch], Batch]) -> ParquetSource:
         """As `Source.map`, with `function` called by the threads that make batches."""
@@ -123,14 +130,8 @@ class ParquetSource(Source):
         """As `Source.batches`. Resuming decodes at most the cursor's window again, and the rows before it in its row group."""
         assert batch_size >= 1
         assert 0 <= rank < world_size
-        share = self._share(epoch, rank, world_size)
-        share_rows = sum(span.num_rows for span in share)
-        number, at = (cursor["window"], cursor["row"]) if cursor else (0, 0)
-        if cursor and cursor["of"] != share_rows:
-            raise DataError(
-                f"cannot resume: this reader's share of the log had {cursor['of']} rows and now has {share_rows}. "
-                "Restore the original files, or start a new run"
-            )
+        share = self._order.share(epoch, rank, world_size)
+        number, at = self._order.start(cursor, sum(span.num_rows for span in share))
         # If batches are as large as windows, few are in progress, and threads share the work of each.
         num_ahead = min(self.log.threads, max(1, self._window_rows // batch_size))
         num_parts = max(1, min(-(-self.log.threads // num_ahead), batch_size // PART_ROWS))
@@ -150,33 +151,18 @@ class ParquetSource(Source):
     ) -> Generator[tuple[list[Part], Cursor], None, None]:
         """The rows of each batch, from row `at` of window `number` on, with the cursor after it."""
         share_rows = sum(span.num_rows for span in share)
-        num_windows = -(-share_rows // self._window_rows)
         rest = cut(share, number * self._window_rows, share_rows)
-        parts: list[Part] = []
-        num_taken = 0
         with closing(self.log.pieces(rest, rows_ahead=self._window_rows)) as pieces:
             windows = self._windows(pieces)
-            for window in range(number, num_windows):
-                rows, order = next(windows)
-                if self._shuffle:
-                    np.random.default_rng((self._seed, *seeds, window)).shuffle(order)
-                while at < len(order):
-                    taken = order[at : at + batch_size - num_taken]
-                    at += len(taken)
-                    num_taken += len(taken)
-                    parts.append((rows, taken))
-                    if num_taken == batch_size:
-                        here = (window, at) if at < len(order) else (window + 1, 0)
-                        yield parts, {"window": here[0], "row": here[1], "of": share_rows}
-                        parts, num_taken = [], 0
-                at = 0
-                del rows, order  # or this window would stay in memory while the next is gathered
-        if parts:
-            yield parts, {"window": num_windows, "row": 0, "of": share_rows}
+            yield from self._order.cut_batches(batch_size, windows, seeds=seeds, share_rows=share_rows, number=number, at=at)
 
     @property
     def num_skipped(self) -> int:
         return self._num_skipped
+
+    @property
+    def row_order(self) -> RowOrder:
+        return self._order
 
     @property
     def parquet_log(self) -> ParquetLog:
@@ -186,14 +172,7 @@ class ParquetSource(Source):
     def background_cpu_s_per_sample(self) -> float:
         return sum(cost.s_per_item or 0.0 for cost in (self.log.decoding, self._making, self._helping))
 
-    def _share(self, epoch: int, rank: int, world_size: int) -> list[Span]:
-        """The spans of one rank in one epoch, in reading order."""
-        spans = self.log.spans
-        if self._shuffle:
-            spans = [spans[i] for i in np.random.default_rng((self._seed, epoch)).permutation(len(spans))]
-        return cut(spans, *share_bounds(self.num_samples, rank, world_size))
-
-    def _windows(self, pieces: Iterator[RowGroupPiece]) -> Iterator[tuple[RawRows, NDArray[np.int64]]]:
+    def _windows(self, pieces: Iterator[LogPiece]) -> Iterator[tuple[RawRows, NDArray[np.int64]]]:
         """Windows of `shuffle_rows` rows, the last may be shorter: their blocks, and the indices of their good rows."""
         blocks: list[RawBlock] = []
         indices: list[NDArray[np.int64]] = []

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rowstead.data.batch import Batch
-from rowstead.data.block import RawBlock
+from rowstead.data.batch import Batch, StagedBatch, check_batch
+from rowstead.data.block import LogPiece, RawBlock
+from rowstead.data.footers import Fingerprint
+from rowstead.data.row_order import Cursor, RowOrder
+from rowstead.kernels.layout import Layout
 
 if TYPE_CHECKING:
     from rowstead.data.encode import Encoder
     from rowstead.data.parquet import ParquetLog
 
-Cursor = dict[str, int]
-"""Position of a reader after a batch: small, JSON-able, opaque to all but the source that made it."""
 Batches = Generator[tuple[Batch, Cursor], None, None]
 """Batches, each with the cursor that continues right after it. `close()` stops the threads that read ahead."""
+StagedBatches = Generator[tuple[StagedBatch, Cursor], None, None]
 
 
 class LogSplit(ABC):
@@ -35,6 +38,15 @@ class LogSplit(ABC):
     @abstractmethod
     def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
         """As `raw_blocks`, with only dense columns: dense transforms are learned from them."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Callable[[], LogPiece]]:
+        """All rows in order, for packing; several threads may call the functions, each of which makes a piece."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, Fingerprint]:
+        """What identifies the content of each file of the log, by path; empty for a log without files."""
+        return {}
 
     @abstractmethod
     def source(self, encoder: Encoder, *, seed: int) -> Source:
@@ -59,6 +71,17 @@ class Source(ABC):
     ) -> Batches:
         """Batches of one epoch, from `cursor` on; the last batch may be short."""
 
+    def staged_batches(
+        self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
+    ) -> StagedBatches:
+        """As `batches`, for training on a GPU: until `to(device)` makes it a `Batch` there, each may have the layout that is cheapest to copy."""
+        return self.batches(batch_size, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
+
+    @property
+    def row_order(self) -> RowOrder | None:
+        """The order of the rows in batches; None for what is not a whole split of a log."""
+        return None
+
     @property
     def num_skipped(self) -> int | None:
         """Bad rows skipped so far, over all iterators; None for a log that cannot have any."""
@@ -77,6 +100,15 @@ class Source(ABC):
     def map(self, function: Callable[[Batch], Batch]) -> Source:
         """This source with `function` applied to each batch; several threads may call it at once."""
         return MappedSource(self, function)
+
+    def check_ids(self, layout: Layout) -> Source:
+        """This source with each batch checked against the tables of `layout`, and marked, by the threads that make batches."""
+
+        def check(batch: Batch) -> Batch:
+            sparse = check_batch(batch.sparse, layout)
+            return batch if sparse is batch.sparse else dataclasses.replace(batch, sparse=sparse)
+
+        return self.map(check)
 
     def local_share(self, rank: int, world_size: int) -> Source:
         """This source reduced to one process's share of each batch.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from rowstead.data import draws
-from rowstead.data.batch import share_bounds
-from rowstead.data.block import RawBlock
+from rowstead.data.block import LogPiece, RawBlock
 from rowstead.data.population import Population
-from rowstead.data.source import Batches, Cursor, LogSplit, Source
+from rowstead.data.row_order import Cursor, FileOrder, RowOrder
+from rowstead.data.source import Batches, LogSplit, Source
 from rowstead.data.teacher import Teacher
 from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, Progress, SplitWriter, Summary
 from rowstead.spec.data import SplitName, SynthSpec
@@ -126,10 +127,21 @@ class SynthSplit(LogSplit):
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
         """The first `max_rows` rows of the split, or all."""
-        rows = self._log.split(self._split)[:max_rows]
-        step = self._log.rows_per_piece
+        for start, stop in self._bounds(max_rows):
+            yield self._log.rows(start, stop, dense=self._dense, sparse=self._sparse)
+
+    def pieces(self) -> Iterator[Callable[[], LogPiece]]:
+        for start, stop in self._bounds(None):
+            yield partial(self._piece, start, stop)
+
+    def _piece(self, start: int, stop: int) -> LogPiece:
+        return LogPiece(self._log.rows(start, stop, dense=self._dense, sparse=self._sparse), None)
+
+    def _bounds(self, max_rows: int | None) -> Iterator[tuple[int, int]]:
+        """First row and end of each piece of the split's first `max_rows` rows."""
+        rows, step = self._log.split(self._split)[:max_rows], self._log.rows_per_piece
         for start in range(rows.start, rows.stop, step):
-            yield self._log.rows(start, min(start + step, rows.stop), dense=self._dense, sparse=self._sparse)
+            yield start, min(start + step, rows.stop)
 
     def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
         return self._log.dense_blocks(self._dense, self._split, max_rows)
@@ -156,13 +168,15 @@ class SynthSource(Source):
     def batches(
         self, batch_size: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1, cursor: Cursor | None = None
     ) -> Batches:
-        share = range(*share_bounds(self.num_samples, rank, world_size))
-        first = share.start + (cursor["row"] if cursor else 0)
-        for start in range(first, share.stop, batch_size):
-            stop = min(start + batch_size, share.stop)
-            first_row, last_row = self._rows.start + start, self._rows.start + stop
-            block = self.log.rows(first_row, last_row, dense=self._dense, sparse=self._sparse)
-            yield self.encoder.encode(block), {"row": stop - share.start}
+        order = self.row_order.batches(batch_size, np.arange, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
+        for rows, after in order:
+            first, last = self._rows[rows[0]], self._rows[rows[-1]]
+            block = self.log.rows(first, last + 1, dense=self._dense, sparse=self._sparse)
+            yield self.encoder.encode(block), after
+
+    @property
+    def row_order(self) -> RowOrder:
+        return FileOrder(self.num_samples)
 
 
 def write_parquet(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rowstead.data.batch import Sparse
+from rowstead.data.batch import Sparse, check_batch
 from rowstead.distributed.process_group import ProcessGroup
 from rowstead.distributed.sharded_ids import IdExchange
 from rowstead.distributed.sharded_pieces import Make, Pieces
@@ -28,7 +28,7 @@ from rowstead.kernels.reference import clip_pooled
 from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.placement import Shard
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
-from rowstead.stores.base import EmbeddingStore, check_batch
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.device import resolve_device
 from rowstead.stores.state import StatePart
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rowstead.data.source import Cursor
+from rowstead.data.row_order import Cursor
 from rowstead.records.files import write_atomic
 from rowstead.records.plain_files import is_count, parse_json, read_plain, shown
 from rowstead.spec.errors import RowsteadError

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rowstead.data.batch import Batch, share_bounds
-from rowstead.data.source import Cursor, Source
+from rowstead.data.row_order import Cursor
+from rowstead.data.source import Source
 from rowstead.fleet.batch_assignments import AssignedBatch
 from rowstead.fleet.packing import PackedBatch, pack
 from rowstead.spec.errors import DataError

@@ -19,7 +19,6 @@ from rowstead.fleet.roster import ROLES_FOLDER, create_roles_folder
 from rowstead.fleet.rpc_server import DeferredReply, Server
 from rowstead.fleet.wire import Limits, Message, WireError
 from rowstead.kernels.layout import Layout
-from rowstead.stores.base import check_source
 
 _LIMITS = Limits(facts_bytes=1 << 20, frame_bytes=1 << 20, message_bytes=1 << 20, num_tensors=1, kept_replies_bytes=128 << 20)
 """Requests to a reader are short; only its replies are long."""
@@ -72,7 +71,7 @@ def build_reader_server(
     progress = assignment_log_path(folder, number)
     create_roles_folder(folder)
     share = LogShare(
-        source if layout is None else check_source(source, layout),
+        source if layout is None else source.check_ids(layout),
         number=number,
         num_readers=num_readers,
         batch_size=batch_size,

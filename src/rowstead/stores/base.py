@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rowstead.data.batch import Batch, Sparse
-from rowstead.data.source import Source
-from rowstead.kernels.check import check_sparse
+from rowstead.data.batch import Sparse, check_batch
 from rowstead.kernels.layout import Layout
 from rowstead.spec.features import Table
 from rowstead.stores.state import SavedState, StatePart, load_parts, whole_state
@@ -20,27 +17,6 @@ from rowstead.stores.state import SavedState, StatePart, load_parts, whole_state
 if TYPE_CHECKING:
     from rowstead.stores.backing import Backing
     from rowstead.stores.device import DeviceStore
-
-
-def check_batch(sparse: Sparse, layout: Layout, device: torch.device | None = None) -> Sparse:
-    """The same batch, marked as one that fits `layout`; raises a DataError that names what does not fit.
-
-    A batch that has the mark is not read again, also after it was moved to another device. `device` is where the rows are.
-    """
-    if sparse.checked_for is layout and (device is None or sparse.ids.device == device):
-        return sparse
-    check_sparse(layout, sparse.ids, sparse.offsets, sparse.weights, num_features=sparse.num_features, device=device)
-    return dataclasses.replace(sparse, checked_for=layout)
-
-
-def check_source(source: Source, layout: Layout) -> Source:
-    """The same source with each batch checked against `layout` by the threads that make batches."""
-
-    def check(batch: Batch) -> Batch:
-        sparse = check_batch(batch.sparse, layout)
-        return batch if sparse is batch.sparse else dataclasses.replace(batch, sparse=sparse)
-
-    return source.map(check)
 
 
 class GraphRows(Protocol):

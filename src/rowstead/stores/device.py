@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rowstead.data.batch import Sparse
+from rowstead.data.batch import Sparse, check_batch
 from rowstead.kernels import reference
 from rowstead.kernels.check import check_gradient
 from rowstead.kernels.choose import EmbeddingKernels, kernels_for
@@ -19,7 +19,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.features import Table
 from rowstead.spec.row_optimizers import RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from rowstead.stores.base import EmbeddingStore, GraphRows, check_batch
+from rowstead.stores.base import EmbeddingStore, GraphRows
 from rowstead.stores.state import StatePart, part_of
 
 if TYPE_CHECKING:

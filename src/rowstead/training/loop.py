@@ -15,7 +15,7 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
-from rowstead.data.source import Cursor
+from rowstead.data.row_order import Cursor
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.cost import Cost, counted
 from rowstead.records.run_folder import BEST

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowstead.data.batch import Batch, Sparse
+from rowstead.data.batch import Batch, Sparse, check_batch
 from rowstead.spec.parse import parse
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
-from rowstead.stores.base import check_batch
 from rowstead.study.calibration.clock import quantile
 from rowstead.study.calibration.machine_speed import MachineSpeed
 from rowstead.training.build import build_model
