@@ -140,7 +140,8 @@ def _run(
         start = saved or initial
 
         # The log.
-        sources = open_sources(spec, transforms_in(spec, saved) if saved else None, id_kinds_in(spec, start) if start else None)
+        learned = transforms_in(spec, saved) if saved else None
+        sources = open_sources(spec, learned, id_kinds_in(spec, start) if start else None, on_message=callback.on_message)
         if folder is not None:
             check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
 

@@ -16,6 +16,7 @@ from rowstead.spec.bounds import (
     AtLeastOne,
     BelowOne,
     Count,
+    FolderPath,
     InsideZeroToOne,
     NotNegative,
     Processes,
@@ -44,6 +45,8 @@ class LogSpec(Spec):
     """`module:class` of the `LogSplit` that opens this kind of log."""
     cursor_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the cursors of its sources, which checkpoints keep; without them they are not checked."""
+    reading_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that say how the log is read and not what is in it, beside its files: a packed log does not depend on them."""
     label = "label"
     """Label column."""
 
@@ -157,6 +160,7 @@ class ParquetSpec(LogSpec):
 
     split_class: ClassVar[str] = "rowstead.data.parquet_source:ParquetSplit"
     cursor_keys: ClassVar[tuple[str, ...]] = ("window", "row", "of")
+    reading_keys: ClassVar[tuple[str, ...]] = ("train", "eval", "test", "shuffle_rows", "decode_threads")
 
     train: Annotated[tuple[str, ...], at_most(MAX_FILES)]
     """Files of the training split."""
@@ -215,6 +219,8 @@ class DataSpec(Spec):
     """Generate the log from a hidden teacher during training."""
     parquet: ParquetSpec | None = None
     """Read the log from Parquet files."""
+    cache: FolderPath | None = None
+    """Folder of the packed log (`rowstead data pack`), which is read instead; packed before training where it is empty or missing."""
     negative_keep_rate: Share = 1.0
     """Share of the negatives that the log kept. Predictions are corrected for it; evaluation weights negatives by its inverse."""
     statistics_rows: AtLeastOne = 1_000_000

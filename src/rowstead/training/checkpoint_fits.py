@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rowstead.data.columns import IdKinds
@@ -103,19 +102,11 @@ def _is_position(key: str, value: Any) -> bool:
 
 def transforms_in(spec: RunSpec, saved: Checkpoint) -> DenseTransforms:
     """The dense transforms that were learned on the training split."""
-    plain, names = _fact(saved, "transforms", dict), [feature.name for feature in spec.features.expanded_dense()]
-    if plain.get("names") != names:
-        raise _invalid(saved, "transforms.names", plain.get("names"), f"; the features are {shown(names)}")
-    largest = float(np.finfo(np.float32).max)
-    for key in ("low", "high", "fill", "shift", "scale", "log"):
-        values = plain.get(key)
-        if not isinstance(values, list) or len(values) != len(names):
-            raise _invalid(saved, f"transforms.{key}", values, f"; one value for each of {len(names)} features is needed")
-        for value in values:
-            may_miss = value is None and key in ("low", "high", "fill")
-            if not (isinstance(value, bool) if key == "log" else may_miss or (is_figure(value) and abs(value) <= largest)):
-                raise _invalid(saved, f"transforms.{key}", value)
-    return DenseTransforms.from_plain(plain)
+    names = [feature.name for feature in spec.features.expanded_dense()]
+    try:
+        return DenseTransforms.from_untrusted(_fact(saved, "transforms", dict), names)
+    except ValueError as error:
+        raise invalid(saved.path, MANIFEST, f"`facts.{str(error)[1:]}") from None
 
 
 def id_kinds_in(spec: RunSpec, saved: Checkpoint) -> IdKinds:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from rowstead.data.batch import Batch
+from rowstead.data.batch import Batch, StagedBatch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.row_order import Cursor
@@ -217,16 +217,16 @@ class Loop:
 
     # Batches
 
-    def _batches(self) -> Iterator[tuple[Batch, Cursor]]:
+    def _batches(self) -> Iterator[tuple[StagedBatch, Cursor]]:
         """The rest of the epoch; the thread that prefetches runs all of it."""
         batch_size, position = self.spec.train.batch_size, self.position
-        batches: Iterator[tuple[Batch, Cursor]]
-        batches = self.train_source.batches(batch_size, epoch=position.epoch, cursor=position.cursor)
+        read = self.train_source.staged_batches if self.device.type == "cuda" else self.train_source.batches
+        batches: Iterator[tuple[StagedBatch, Cursor]] = read(batch_size, epoch=position.epoch, cursor=position.cursor)
         if self._profiler is not None:
             batches = self._profiler.reading(batches)
         return counted(batches, self._reader_cost, lambda item: item[0].num_samples)
 
-    def _time_waiting(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
+    def _time_waiting(self, batches: Iterator[tuple[StagedBatch, Cursor]]) -> Iterator[tuple[StagedBatch, Cursor]]:
         while True:
             with self.timers.phase(Phase.DATA):
                 item = next(batches, None)
@@ -234,11 +234,11 @@ class Loop:
                 return
             yield item
 
-    def _on_device(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Batch, Cursor]]:
+    def _on_device(self, batches: Iterator[tuple[StagedBatch, Cursor]]) -> Iterator[tuple[StagedBatch, Batch, Cursor]]:
         """Each batch as read, and on the device that trains."""
         if self.device.type == "cuda":
             return copy_ahead(batches, self.device)
-        return ((batch, batch, cursor) for batch, cursor in batches)
+        return ((batch, batch.to(self.device), cursor) for batch, cursor in batches)
 
     # Losses
 

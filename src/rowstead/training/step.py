@@ -26,7 +26,7 @@ from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, TrainSpec
 from rowstead.training.checkpoint_manifest import STORE
 from rowstead.training.device import dense_precision
 from rowstead.training.flat_parameters import Replica
-from rowstead.training.prefetch import Where, prefetch_rows
+from rowstead.training.prefetch import Staged, Where, prefetch_rows
 from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.sync_base import SyncPolicy
 
@@ -207,7 +207,7 @@ class Stepper:
         policy.begin(Replica(self.model.net, self.optimizer))
         self.execution.sync = policy
 
-    def prefetch(self, items: Iterator[tuple[Batch, Batch, Where]]) -> Iterator[tuple[Batch, Batch, Where]]:
+    def prefetch(self, items: Iterator[tuple[Staged, Batch, Where]]) -> Iterator[tuple[Staged, Batch, Where]]:
         """The same items; the rows of each batch are prefetched as many batches ahead as the store wants."""
         return prefetch_rows(items, self.model.store, self.timers)
 
