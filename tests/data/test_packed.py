@@ -21,7 +21,7 @@ from rowstead.data.batch import Batch
 from rowstead.data.open_log import Sources, open_sources, open_to_pack
 from rowstead.data.pack import INDEX, fill_cache, open_pack, pack_log
 from rowstead.data.packed_files import PackedColumns, PackedReader, PackedRows, PackedWriter
-from rowstead.data.packed_gather import gather
+from rowstead.data.packed_gather import PackedBatch, gather
 from rowstead.data.packed_source import empty_bytes
 from rowstead.data.source import Source
 from rowstead.data.synth import write_parquet
@@ -59,6 +59,7 @@ def write_log(folder: Path, log: SynthSpec = LOG, *, num_bad: int = 0, group_row
         labels[:: max(1, table.num_rows // max(1, num_bad))] = 7 if num_bad else labels[0]
         weights = pa.array([0.25 * (row % 5) for row in range(table.num_rows)], pa.float32())
         table = table.set_column(table.schema.get_field_index("label"), "label", pa.array(labels))
+        table = table.append_column("group", pa.array(np.arange(table.num_rows) % 7))
         pq.write_table(table.append_column("weight", weights), file, row_group_size=group_rows)
     return folder
 
@@ -78,7 +79,7 @@ class TestPackedParquet(SourceContract):
 
 def tensors(batch: Batch) -> dict[str, torch.Tensor | None]:
     parts = {name: getattr(batch, name) for name in ("dense", "labels", "weights", "true_p")}
-    return parts | {"ids": batch.sparse.ids, "offsets": batch.sparse.offsets}
+    return parts | {"groups": batch.groups, "ids": batch.sparse.ids, "offsets": batch.sparse.offsets}
 
 
 def assert_equal_bits(found: Source, expected: Source, **how: Any) -> None:
@@ -102,6 +103,7 @@ def assert_equal_bits(found: Source, expected: Source, **how: Any) -> None:
     batch_size=st.sampled_from([3, 17, 32, 700]),
     epoch=st.integers(0, 2),
     world=st.sampled_from([(0, 1), (0, 2), (2, 3)]),
+    split=st.sampled_from(["order", "hash"]),
 )
 def test_packed_batches_are_those_of_the_log_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory,
@@ -112,6 +114,7 @@ def test_packed_batches_are_those_of_the_log_bit_for_bit(
     batch_size: int,
     epoch: int,
     world: tuple[int, int],
+    split: str,
 ) -> None:
     folder = tmp_path_factory.mktemp("log")
     spec = parquet_spec(
@@ -119,6 +122,9 @@ def test_packed_batches_are_those_of_the_log_bit_for_bit(
         "data.parquet.weight=weight",
         "data.parquet.on_bad_row=skip",
         f"data.parquet.shuffle_rows={shuffle_rows}",
+        f"data.parquet.split.by={split}",
+        "data.parquet.test_fraction=0.2",
+        "data.parquet.group=group",
         "features.dense.0={name: dense_0, clip: [-1, 1], standardise: true}",
         "features.sparse.0={name: sparse_0, num_rows: 20, max_ids: 2}",
         f"seed={seed}",
@@ -127,6 +133,9 @@ def test_packed_batches_are_those_of_the_log_bit_for_bit(
     how: dict[str, Any] = {"batch_size": batch_size, "epoch": epoch, "rank": world[0], "world_size": world[1]}
     assert_equal_bits(ours.train, theirs.train, **how)
     assert_equal_bits(ours.eval, theirs.eval, batch_size=batch_size)
+    assert ours.test is not None
+    assert theirs.test is not None
+    assert_equal_bits(ours.test, theirs.test, batch_size=batch_size)
     cursors = [cursor for _, cursor in theirs.train.batches(**how)]
     middle = cursors[len(cursors) // 2]
     assert_same(ours.train.batches(**how, cursor=middle), theirs.train.batches(**how, cursor=middle))
@@ -141,6 +150,22 @@ def test_staged_batches_become_the_same_batches_on_the_device(tmp_path: Path) ->
         assert batch.sparse.ids.dtype == torch.int64
         moved = tensors(batch.to("cpu"))
         assert all(torch.equal(moved[name], value) for name, value in tensors(expected).items() if value is not None)
+
+
+def test_the_gpu_unpacks_a_staged_batch_as_the_host_does(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from rowstead.kernels.gpu import bag_layout
+
+    staged, _ = next(packed(small_spec("data.synth.num_train_samples=200"), tmp_path / "pack").train.staged_batches(64))
+    assert isinstance(staged, PackedBatch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found, expected = staged.unpack(staged.buffer.to(device), bag_layout.to_feature_major).to("cpu"), staged.to("cpu")
+    assert found.sparse.ids.dtype == torch.int32
+    assert all(
+        torch.equal(value, tensors(found)[name].to(value.dtype))
+        for name, value in tensors(expected).items()
+        if value is not None
+    )
 
 
 def test_ids_are_checked_once_as_they_are_gathered(tmp_path: Path) -> None:
@@ -306,7 +331,7 @@ def small_pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]
         ({"transforms": {}}, "`transforms.names` is"),
         ({"splits": {}}, "is damaged"),
         (
-            {"splits": {"train": {"num_rows": 5, "num_bad": 0, "scalars": [], "files": [["../x.arrow", 1]]}}},
+            {"splits": dict.fromkeys(("train", "eval"), {"scalars": [], "files": [["../x.arrow", 1]]})},
             "x.arrow is no file of the train split",
         ),
     ],
