@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,8 @@ def train_figures(spec: RunSpec, folder: Path, device: str) -> dict[str, Any]:
     assert spec.train.max_steps is not None
     stopwatch = Stopwatch(spec.train.max_steps, energy_counter() if device == "cuda" else None)
     started = time.perf_counter()
-    try:
+    with suppress(Enough):
         rowstead.train(spec, out=folder / f"run-{spec.train.batch_size}", callback=stopwatch)
-    except Enough:
-        pass
     (start, before, joules_before), (stop, after, joules_after) = stopwatch.taken
     figures = {
         "num_samples": after - before,

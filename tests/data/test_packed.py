@@ -331,7 +331,7 @@ def small_pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]
         ({"transforms": {}}, "`transforms.names` is"),
         ({"splits": {}}, "is damaged"),
         (
-            {"splits": dict.fromkeys(("train", "eval"), {"scalars": [], "files": [["../x.arrow", 1]]})},
+            {"splits": {name: {"scalars": [], "files": [["../x.arrow", 1]]} for name in ("train", "eval")}},
             "x.arrow is no file of the train split",
         ),
     ],
