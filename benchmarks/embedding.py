@@ -12,7 +12,7 @@ called eagerly, and `fbgemm_graph` FBGEMM copied into and replayed in the same w
 copied by anybody: in a step the network's backward pass leaves it where the update reads it.
 "Device only" (`…_device_ms`): eager calls, the GPU held back until all launches are queued, so only its own time counts.
 Summary keys are of times as called; those with `_eager` and `_graph` have both sides called in that way, those with `_device`
-are of device time.
+are of device time. `benchmarks/embedding_jagged.py` adds `EmbeddingBags`, called eagerly on bags of uneven lengths.
 
 On a CPU caches are emptied before each call and threads come to rest, so rows come from memory and nobody is slowed by
 another's threads. There the two peers train the same tables, for want of memory. Before that each contender has looked the
@@ -331,6 +331,11 @@ def main() -> None:
         rows.append(measure(shape, device, 5 if options.quick else 20, copy_rate))
         give_back_gpu_memory()
     summary = {"copy_bytes_per_s": copy_rate, **summary_of(rows, shapes)}
+    if device == "cuda" and options.shapes is None:
+        from benchmarks.embedding_jagged import measure_all_jagged
+
+        more, keys = measure_all_jagged(5 if options.quick else 20)
+        rows, summary = rows + more, summary | keys
     summary |= noise_of(rows)
     missing = [] if has_fbgemm() else ["fbgemm"]
     publish("embedding", rows, summary, options, packages=("fbgemm-gpu", "fbgemm-gpu-cpu", "triton"), missing=missing)

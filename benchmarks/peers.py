@@ -27,11 +27,11 @@ def fbgemm_tables(
     num_tables: int, num_rows: int, width: int, device: str, *, location: str | None = None, cache_share: float = 0.2
 ) -> Any:
     """`fbgemm_tables_of` with tables of one size."""
-    return fbgemm_tables_of([num_rows] * num_tables, width, device, location=location, cache_share=cache_share)
+    return fbgemm_tables_of([num_rows] * num_tables, [width] * num_tables, device, location=location, cache_share=cache_share)
 
 
 def fbgemm_tables_of(
-    num_rows: Sequence[int], width: int, device: str, *, location: str | None = None, cache_share: float = 0.2
+    num_rows: Sequence[int], widths: Sequence[int], device: str, *, location: str | None = None, cache_share: float = 0.2
 ) -> Any:
     """A module from ids [nnz] and offsets [F*B + 1] to sums [B, F*D], whose backward pass updates the rows.
 
@@ -46,7 +46,7 @@ def fbgemm_tables_of(
     chosen = EmbeddingLocation[location or ("DEVICE" if on_gpu else "HOST")]
     compute = ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, width, chosen, compute) for rows in num_rows],
+        [(rows, width, chosen, compute) for rows, width in zip(num_rows, widths, strict=True)],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         pooling_mode=PoolingMode.SUM,
         learning_rate=0.01,

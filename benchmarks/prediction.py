@@ -11,6 +11,8 @@ On a CPU some of the models are trained by a fleet of processes that share this 
 trainers, sparse servers, a dense server where there are two trainers, and a reader that hands over batches which it has already. Their
 step is the time from one step of a trainer to its next, from what trainers have sampled of themselves. They count among all models, and by
 themselves as `fleet_error_…`. On a GPU there are none.
+Beside the models, which are DLRMs, each other built-in network is trained once, with few features: they count among all models, and by
+themselves as `networks_error_…`.
 
 `error` is exp(mean |ln(predicted / measured)|) - 1; `repeatability` is the same between the first pass and the last. Rank
 correlation is Spearman's. `…_at_pace`: a CPU's times are brought to the pace that the machine had when it was calibrated, by a small piece
@@ -24,6 +26,7 @@ python -m benchmarks.prediction --device cuda --machine here.yaml --json
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -48,6 +51,7 @@ from rowstead.plan.setup import Setup
 from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import load_machine, load_software, machine_text
 from rowstead.spec.machine import Machine
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.phases import Phase
 from rowstead.study.calibration.calibrate import calibrate
 from rowstead.study.calibration.fit import predict_parts
@@ -59,6 +63,8 @@ NUM_MODELS, NUM_QUICK = 40, 6
 NUM_FLEETS, NUM_QUICK_FLEETS = 6, 1
 """Of the models, on a CPU."""
 FLEET_PASSES, FLEET_S = 2, 3.0
+NUM_NETWORKS, NUM_QUICK_NETWORKS = 7, 2
+"""Beside the models, which are DLRMs: each other built-in network once."""
 LARGEST = {"cpu": {"bytes": 8e8, "ids": 6e5}, "cuda": {"bytes": 2e10, "ids": 1.2e7}}
 BATCHES = {"cpu": (7, 11), "cuda": (9, 14)}
 """Powers of two."""
@@ -87,6 +93,17 @@ def random_shapes(device: str, count: int, seed: int) -> list[Shape]:
         )
         if shape.table_bytes <= LARGEST[device]["bytes"] and shape.num_ids <= LARGEST[device]["ids"]:
             found.append(shape)
+    return found
+
+
+def network_shapes(device: str, count: int, seed: int) -> list[Shape]:
+    """Models with the other built-in networks, in turn; with few features, since some of them take all pairs of features."""
+    draw, found = random.Random(seed), []
+    names = [name for name in NETWORKS if name != "dlrm"]
+    for index, shape in enumerate(random_shapes(device, count, seed)):
+        num_dense, num_sparse = round(_between(draw, 2, 32)), round(_between(draw, 4, 32))
+        few = dataclasses.replace(shape, num_dense=num_dense, num_sparse=min(num_sparse, shape.num_sparse))
+        found.append(dataclasses.replace(few, network=names[index % len(names)]))
     return found
 
 
@@ -146,6 +163,7 @@ def _shape_row(shape: Shape, *, by: str) -> dict[str, Any]:
     """The model, and what trains it."""
     return {
         "by": by,
+        "network": shape.network,
         "dense": shape.num_dense,
         "sparse": shape.num_sparse,
         "batch": shape.batch_size,
@@ -255,6 +273,12 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             "fleet_error_at_pace_max_pct": 100 * max(error([row["ratio_at_pace"]]) for row in fleets),
             "fleet_repeatability_at_pace_geomean_pct": 100 * error([row["again_at_pace"] for row in fleets]),
         }
+    if networks := [row for row in rows if row.get("network", "dlrm") != "dlrm"]:
+        found |= {
+            "num_network_models": float(len(networks)),
+            "networks_error_geomean_pct": 100 * error([row["ratio"] for row in networks]),
+            "networks_error_at_pace_geomean_pct": 100 * error([row["ratio_at_pace"] for row in networks]),
+        }
     for part in ("dense", "lookup", "update", "dense_update"):
         if of_part := [row[f"{part}_ratio"] for row in rows if f"{part}_ratio" in row]:
             found[f"{part}_error_geomean_pct"] = 100 * error(of_part)
@@ -298,6 +322,7 @@ def main() -> None:
         _progress("no fleets: nothing was measured of processes that share this machine's cores", start)
         num_fleets = 0
     shapes = random_shapes(options.device, count - num_fleets, options.seed)
+    shapes += network_shapes(options.device, min(count, NUM_QUICK_NETWORKS if options.quick else NUM_NETWORKS), options.seed)
     fleets = random_fleets(num_fleets, options.seed)
     timings = machine.software.cpu_timings if machine.software is not None else None
     pace = MachineSpeed(timings.pace_s) if options.device == "cpu" and timings is not None and timings.pace_s else None

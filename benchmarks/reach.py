@@ -10,6 +10,10 @@ large as the memory of the files that the system keeps, so that the disk plays n
 works out for itself: the processor time of its reading threads for a sample, times the samples that the step alone could do in a
 second; on a CPU beside the cores that train, and on a GPU by the time for which it was busy. `told` is what it said about it.
 
+Rows whose log is `packed` read the same kind of log through `data.cache`; packing it takes part in no figure. Beside M1 there is on a GPU a
+model with 26 one-hot features and 13 dense ones, whose steps are short. Keys: `packed_share_of_step_1600` and `packed_share_of_step_16384` (M1),
+`packed_samples_per_s_one_hot`; on a CPU `packed_share_of_step_200`.
+
 `read_samples_per_s` is what the reader does when nobody trains: its batches are dropped as they come. The first tenth is left out.
 """
 
@@ -18,9 +22,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,7 @@ from typing import Any
 import torch
 
 import rowstead
+from benchmarks.embedding import Shape
 from benchmarks.harness import OtherLoad, arguments, chosen, noise_of, publish
 from benchmarks.production import read_shape
 from benchmarks.step import (
@@ -36,6 +43,7 @@ from benchmarks.step import (
     NUM_BATCHES,
     QUICK_ROUNDS,
     Model,
+    Precision,
     of_recipe,
     seconds_alone,
     seconds_back_to_back,
@@ -45,11 +53,28 @@ from benchmarks.timing import give_back_gpu_memory
 from rowstead.data.open_log import open_sources
 from rowstead.data.synth import write_parquet
 from rowstead.records.usage import usable_cores
-from rowstead.spec.data import DataSpec, ParquetSpec
-from rowstead.spec.run import RunSpec
+from rowstead.spec.data import DataSpec, ParquetSpec, SynthSpec
+from rowstead.spec.parse import assign, parse
+from rowstead.spec.run import RunSpec, read_recipe
 from rowstead.training.build import build_model
 from rowstead.training.progress import NoProgress
 from rowstead.training.step import Stepper
+
+
+class OneHot(Model):
+    """26 features with one id each and 13 dense ones, as in Criteo's log."""
+
+    def spec(self, precision: Precision = "fp32") -> RunSpec:
+        changes = {
+            "data.synth": {"num_train_samples": 1_048_576, "num_eval_samples": NUM_EVAL_SAMPLES, "num_ids": 1_000_000},
+            "features": {
+                "dense": [{"name": "dense_{i}", "repeat": 13}],
+                "sparse": [{"name": "sparse_{i}", "repeat": self.shape.num_tables, "num_rows": self.shape.num_rows}],
+            },
+            "model.width": self.shape.width,
+            "train": {"batch_size": self.shape.batch_size, "precision": precision},
+        }
+        return parse(RunSpec, assign(read_recipe(self.recipe), changes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +98,24 @@ QUICK_SIZES = {
     "cpu": Size(num_rows=4_096, num_names=4, shuffle_rows=2_048, num_samples=12_000),
     "cuda": Size(num_rows=16_384, num_names=16, shuffle_rows=16_384, num_samples=800_000),
 }
+PACKED_SIZES = {
+    "cpu": SIZES["cpu"],
+    "cuda": Size(num_rows=49_152, num_names=32, shuffle_rows=65_536, num_samples=9_600_000),
+}
+ONE_HOT_SIZE = Size(num_rows=1_048_576, num_names=16, shuffle_rows=65_536, num_samples=60_000_000)
 MODELS = {
     "cpu": [of_recipe("M1", "m1", num_rows=100_000, batch_size=200)],
     "cuda": [of_recipe(f"M1 {size}", "m1", num_rows=200_000, batch_size=size) for size in (1600, 16384)],
 }
 NUM_EVAL_SAMPLES = 2_000
+ONE_HOT = OneHot(recipe="quickstart", shape=Shape("one-hot 16384", 26, 200_000, 16, 1, 16384))
 TURNS = {"cpu": 5, "cuda": 1}
 """Of training, with the step alone before and after each."""
 
 
-def write_log(folder: Path, size: Size) -> ParquetSpec:
-    """M1's log in `folder`, the same training file under several names."""
-    synth = read_shape("m1").data.synth
-    assert synth is not None
+def write_log(folder: Path, size: Size, synth: SynthSpec) -> ParquetSpec:
+    """A log in `folder`, the same training file under several names."""
+    folder.mkdir(parents=True)
     log = dataclasses.replace(synth, num_train_samples=size.num_rows, num_eval_samples=NUM_EVAL_SAMPLES)
     write_parquet(log, folder)
     (written,) = folder.glob("train-*.parquet")
@@ -94,13 +124,13 @@ def write_log(folder: Path, size: Size) -> ParquetSpec:
     return ParquetSpec(train=(f"{folder}/train-*.parquet",), eval=(f"{folder}/eval-*.parquet",), shuffle_rows=size.shuffle_rows)
 
 
-def run_of(model: Model, log: ParquetSpec, device: str, num_samples: int) -> RunSpec:
+def run_of(model: Model, log: DataSpec, device: str, num_samples: int) -> RunSpec:
     """What `rowstead train` is asked for."""
     spec = model.spec()
     num_steps = max(1, num_samples // model.shape.batch_size)
     return dataclasses.replace(
         spec,
-        data=DataSpec(parquet=log),
+        data=log,
         train=dataclasses.replace(spec.train, max_steps=num_steps, epochs=num_steps),
         device=device,  # type: ignore[arg-type]
     )
@@ -121,11 +151,10 @@ def step_samples_per_s(model: Model, device: str, quick: bool) -> float:
 def read_samples_per_s(run: RunSpec, num_samples: int) -> float:
     """What reading alone does, batches made where training wants them."""
     source = open_sources(run).train
-    if run.device == "cuda":
-        source = source.pin_memory()
+    read = source.pin_memory().staged_batches if run.device == "cuda" else source.batches
     num_read, started, num_before = 0, time.perf_counter(), 0
     for epoch in itertools.count():
-        with closing(source.batches(run.train.batch_size, epoch=epoch)) as batches:
+        with closing(read(run.train.batch_size, epoch=epoch)) as batches:
             for batch, _ in batches:
                 num_read += batch.num_samples
                 if not num_before and num_read >= num_samples // 10:
@@ -145,7 +174,7 @@ class Listening(NoProgress):
             self.told = text
 
 
-def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_samples: int, folder: Path) -> dict[str, Any]:
+def measure(model: Model, log: DataSpec, device: str, options: Any, num_samples: int, folder: Path) -> dict[str, Any]:
     """The row of one model: trained from files, and its step alone."""
     listening, num_turns = Listening(), 1 if options.quick else TURNS[device]
     run = run_of(model, log, device, num_samples // num_turns)
@@ -166,6 +195,7 @@ def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_sampl
     shares = [2 * speed / sum(beside) for speed, beside in zip(speeds, itertools.pairwise(steps), strict=True)]
     row = {
         "shape": model.name,
+        "log": "parquet" if log.cache is None else "packed",
         "batch_size": model.shape.batch_size,
         "num_steps": sum(outcome.position.step for outcome in outcomes),
         "train_samples_per_s": trained,
@@ -179,26 +209,64 @@ def measure(model: Model, log: ParquetSpec, device: str, options: Any, num_sampl
     return row | ({"cores_used_by_others": others.cores} if device == "cpu" else {}) | {"told": listening.told}
 
 
-def main() -> None:
-    options = arguments(__doc__, devices=("cpu", "cuda"), with_shapes=True).parse_args()
-    device: str = options.device
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high")
-    size = (QUICK_SIZES if options.quick else SIZES)[device]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        (log_folder := Path(folder) / "log").mkdir()
-        log = write_log(log_folder, size)
-        for place, model in enumerate(chosen(MODELS[device], options, num_quick=1)):
-            rows.append(measure(model, log, device, options, size.num_samples, Path(folder) / f"run-{place}"))
-            if told := rows[-1]["told"]:
-                print(f"{model.name}: {told}")
-    summary = {
+def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What holds for all rows from Parquet."""
+    if not rows:
+        return {}
+    return {
         "train_share_of_step_min": min(row["share_of_step"] for row in rows),
         "train_share_of_reading_min": min(row["share_of_reading"] for row in rows),
         "reading_held_up_share_max": max(row["reading_held_up_share"] for row in rows),
         "reader_cores_needed_max": max(row["reader_cores_needed"] for row in rows),
     }
+
+
+def packed_summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """A figure for each row from a packed log."""
+    summary = {}
+    for row in rows:
+        if row["shape"] == ONE_HOT.name:
+            summary["packed_samples_per_s_one_hot"] = row["train_samples_per_s"]
+        else:
+            summary[f"packed_share_of_step_{row['batch_size']}"] = row["share_of_step"]
+    return summary
+
+
+def main() -> None:
+    options = arguments(__doc__, devices=("cpu", "cuda"), with_shapes=True).parse_args()
+    device: str = options.device
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    m1 = read_shape("m1").data.synth
+    assert m1 is not None
+    sizes = QUICK_SIZES if options.quick else SIZES
+    models = chosen([*MODELS[device], *([ONE_HOT] if device == "cuda" else [])], options, num_quick=1)
+    production = [model for model in models if model is not ONE_HOT]
+    packed = [((sizes if options.quick else PACKED_SIZES)[device], m1, production)]
+    if ONE_HOT in models:
+        one_hot = ONE_HOT.spec().data.synth
+        assert one_hot is not None
+        packed.append((ONE_HOT_SIZE, one_hot, [ONE_HOT]))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        if production:
+            log = DataSpec(parquet=write_log(root / "log", sizes[device], m1))
+            for model in production:
+                rows.append(measure(model, log, device, options, sizes[device].num_samples, root / f"run-{len(rows)}"))
+        for size, synth, some in packed:
+            if some:
+                at = root / f"packed-{len(rows)}"
+                log = DataSpec(parquet=write_log(at / "log", size, synth), cache=str(at / "pack"))
+                open_sources(run_of(some[0], log, device, size.num_samples))  # packs
+                for model in some:
+                    rows.append(measure(model, log, device, options, size.num_samples, root / f"run-{len(rows)}"))
+                shutil.rmtree(at)
+    for row in rows:
+        if row["told"]:
+            print(f"{row['shape']}, {row['log']}: {row['told']}")
+    summary = summary_of([row for row in rows if row["log"] == "parquet"])
+    summary |= packed_summary_of([row for row in rows if row["log"] == "packed"])
     publish("reach", rows, summary | noise_of(rows), options, packages=("pyarrow", "triton"))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.peers import fbgemm_tables_of, has_fbgemm
+from benchmarks.peers import fbgemm_tables, fbgemm_tables_of, has_fbgemm
 from benchmarks.production import read_shape
 from benchmarks.step import (
     GPU_ROUNDS,
@@ -142,7 +142,7 @@ def measure_dcnv2(batch_size: int, precision: str, quick: bool) -> dict[str, Any
     ]
     steps = {"rowstead": step_of(stepper_of(spec))}
     if has_fbgemm():
-        net, tables = PeerDcn(spec).cuda(), fbgemm_tables_of(rows, spec.model.width, "cuda")
+        net, tables = PeerDcn(spec).cuda(), fbgemm_tables_of(rows, [spec.model.width] * len(rows), "cuda")
         steps["fbgemm"] = peer_step(net, tables, precision)
     seconds = seconds_back_to_back(steps, batches, QUICK_ROUNDS if quick else GPU_ROUNDS)
     return row_of(f"DCNv2 {batch_size}", precision, batch_size, seconds)
@@ -180,7 +180,7 @@ def measure_jagged(batch_size: int, quick: bool) -> dict[str, Any]:
     steps = {"rowstead": step_of(stepper)}
     if has_fbgemm():
         shape = model.shape
-        tables = fbgemm_tables_of([shape.num_rows] * shape.num_tables, shape.width, "cuda")
+        tables = fbgemm_tables(shape.num_tables, shape.num_rows, shape.width, "cuda")
         steps["fbgemm"] = peer_step(PeerNet(model).cuda(), tables, "fp32")
     seconds = seconds_of_new_batches(steps, lambda: draw_jagged(model, batch_size), QUICK_ROUNDS if quick else GPU_ROUNDS)
     run = stepper.execution

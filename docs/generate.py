@@ -117,14 +117,16 @@ def specs_in(kind: Any) -> list[type]:
 
 
 def section_text(section: Section, sections: list[Section]) -> str:
-    lines = [
-        f"## {section.title}",
-        "",
-        inspect.cleandoc(section.spec.__doc__ or ""),
-        "",
-        "| key | value | default | meaning |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"## {section.title}", "", inspect.cleandoc(section.spec.__doc__ or ""), "", *keys_table(section, sections)]
+    if section.spec is SparseOptimizerSpec:
+        lines += ["", *row_optimizers_table()]
+    if section.spec is ModelSpec:
+        lines += ["", *network_options()]
+    return "\n".join(lines)
+
+
+def keys_table(section: Section, sections: list[Section]) -> list[str]:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     hints, meanings = typing.get_type_hints(section.spec), docstrings_of_fields(section.spec)
     for field in dataclasses.fields(section.spec):
         value = describe_type(hints[field.name])
@@ -137,9 +139,16 @@ def section_text(section: Section, sections: list[Section]) -> str:
         meaning = f"{meanings[field.name]} {listed}." if listed else meanings[field.name]
         cells = (f"`{field.name}`", value, default_of(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    if section.spec is SparseOptimizerSpec:
-        lines += ["", *row_optimizers_table()]
-    return "\n".join(lines)
+    return lines
+
+
+def network_options() -> list[str]:
+    """The keys of `model.options` for each network that has some."""
+    lines = ["### `model.options`", "", "The options of the built-in networks; [Networks](networks.md) says what they do."]
+    for name, entry in NETWORKS.items():
+        if dataclasses.fields(entry.options):
+            lines += ["", f"Of `{name}` ({entry.title}):", "", *keys_table(Section("model.options", entry.options), [])]
+    return lines
 
 
 def row_optimizers_table() -> list[str]:

@@ -18,7 +18,7 @@ from benchmarks.peers import has_fbgemm
 from benchmarks.reach import MODELS, QUICK_SIZES, SIZES, run_of
 from benchmarks.step import Model, PeerNet, of_recipe
 from rowstead.data.batch import Sparse
-from rowstead.spec.data import ParquetSpec
+from rowstead.spec.data import DataSpec, ParquetSpec
 from rowstead.training.build import build_model
 
 SMALL = Shape("small", 3, 50, 8, 4, 5)
@@ -104,7 +104,7 @@ def test_ticks_are_round_and_enclose_the_figures(low: float, high: float, ends: 
 def test_training_from_files_trains_the_model_whose_step_is_measured(device: str) -> None:
     for model in MODELS[device]:
         for size in (SIZES[device], QUICK_SIZES[device]):
-            spec = run_of(model, ParquetSpec(train=("a.parquet",)), device, size.num_samples)
+            spec = run_of(model, DataSpec(parquet=ParquetSpec(train=("a.parquet",))), device, size.num_samples)
             assert spec.tables == model.spec().tables
             assert spec.model == model.spec().model
             assert spec.train.max_steps == size.num_samples // model.shape.batch_size >= 40, "first steps do not count"

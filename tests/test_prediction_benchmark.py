@@ -13,8 +13,9 @@ import pytest
 from benchmarks.fit_steps import measured_steps
 from benchmarks.fleet_models import in_quiet_windows, predicted_fleet, random_fleets
 from benchmarks.placements import typical_s
-from benchmarks.prediction import error, predicted, random_shapes, rank_correlation, summary_of
+from benchmarks.prediction import error, network_shapes, predicted, random_shapes, rank_correlation, summary_of
 from rowstead.spec.catalogue import load_software, machine_text
+from rowstead.spec.networks import NETWORKS
 from tests.measured_machine import measured_machine, shared_machine
 
 
@@ -62,6 +63,12 @@ def test_every_model_has_a_prediction() -> None:
     assert all(0 < step_s < 10 for step_s in steps)
 
 
+def test_every_built_in_network_is_among_the_models_and_has_a_prediction() -> None:
+    machine, shapes = measured_machine(), network_shapes("cpu", len(NETWORKS) - 1, seed=2)
+    assert {shape.network for shape in shapes} == NETWORKS.keys() - {"dlrm"}
+    assert all(0 < predicted(shape, machine).step_s < 10 for shape in shapes)
+
+
 def test_every_fleet_has_a_prediction_and_both_numbers_of_trainers_are_among_them() -> None:
     fleets = random_fleets(6, seed=3)
     assert fleets == random_fleets(6, seed=3)
@@ -101,8 +108,9 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.prediction", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["summary"]["num_models"] == 2
-    assert [row["by"] for row in found["rows"] if "by" in row] == ["process", "fleet"]
+    assert found["summary"]["num_models"] == 2 + 2
+    assert [row["by"] for row in found["rows"] if "by" in row] == [*3 * ["process"], "fleet"]
+    assert found["summary"]["num_network_models"] == 2
     assert found["summary"]["num_fleet_models"] == 1
     assert found["summary"]["fleet_error_geomean_pct"] > 0
     assert "best_placement_hit_share" in found["summary"]

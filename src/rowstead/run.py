@@ -32,6 +32,7 @@ from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec, check_moves, load_recipe
 from rowstead.stores.build import measured_machine, unused_machine_warning
+from rowstead.training.advice import closing_advice
 from rowstead.training.build import build_model, ignored_settings, plan_placement
 from rowstead.training.checkpoint import Checkpoint, checkpoints_in, load_latest
 from rowstead.training.checkpoint_fits import check_fits, id_kinds_in, position_in, transforms_in
@@ -139,7 +140,8 @@ def _run(
         start = saved or initial
 
         # The log.
-        sources = open_sources(spec, transforms_in(spec, saved) if saved else None, id_kinds_in(spec, start) if start else None)
+        learned = transforms_in(spec, saved) if saved else None
+        sources = open_sources(spec, learned, id_kinds_in(spec, start) if start else None, on_message=callback.on_message)
         if folder is not None:
             check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
 
@@ -149,13 +151,14 @@ def _run(
         model = build_model(spec, device, trains=True, process_group=group, placement=placement)
         stepper = _build_stepper(spec, model, sources.train.num_samples, group)
         position = changes = None
+        from_best = saved is not None and folder is not None and folder.is_best
         if saved is not None:
             stepper.load_state(saved.tensors)
             position = position_in(saved)
-            changes = CheckpointChanges(spec.train, model.store.tables, saved)
+            changes = None if from_best else CheckpointChanges(spec.train, model.store.tables, saved)
         elif initial is not None:
             stepper.load_weights(initial.tensors)
-        save_first = initial is not None  # weights that the seed cannot restore
+        save_first = initial is not None or from_best  # weights that the seed, or the newest checkpoint, cannot restore
         saved = initial = start = None  # closes their files
 
         # The folder of a new run: only now, so that a run that cannot start leaves none behind.
@@ -191,6 +194,7 @@ def _run(
                 stop_requested=stop.is_set,
                 profile=profile,
                 changes=changes,
+                is_saved=not from_best,
                 process_group=group,
             )
             if save_first:
@@ -206,6 +210,9 @@ def _run(
                 used = {**_count_traffic(spec, device, steps, kernel_traffic_bytes() - traffic_before), **used}
             record = build_record(spec, outcome, device, model.store.kernel, used, num_processes=group.world_size)
             folder.write_record(record)
+            num_steps, quality = outcome.position.step, outcome.quality
+            for sentence in closing_advice(stepper.spec, num_steps, quality, outcome.train_ne):
+                callback.on_message(sentence)
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)
         model.store.close()
@@ -288,6 +295,8 @@ def build_record(
     if outcome.quality is not None:
         quality = outcome.quality.figures()
         figures |= {"num_eval_samples": quality.pop("num_samples"), **quality}
+    if outcome.test is not None:
+        figures |= {f"test_{name}": value for name, value in outcome.test.figures().items()}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine = {**machine_facts(gpu), "kernel": kernel, "num_threads": torch.get_num_threads()}
     if num_processes > 1:

@@ -203,3 +203,17 @@ class TestSplitSource(SourceContract):
             "data.parquet.decode_threads=3",
         )
         return open_sources(parquet_spec(tmp_path, *changes, *bounds)).train
+
+
+@pytest.mark.parametrize("column", ["user", "name"])
+def test_evaluated_rows_carry_their_group_and_training_rows_do_not(tmp_path: Path, column: str) -> None:
+    file = write(tmp_path)
+    values = pq.read_table(file)[column].to_pylist()
+    spec = ParquetSpec(train=(file,), split=SplitSpec(by="hash"), eval_fraction=0.3, group=column)
+    pairs = set()
+    for block in ParquetLog(spec, FEATURES, split="eval").raw_blocks():
+        assert block.groups is not None
+        assert len(block.ids) == 2
+        pairs |= {(values[int(row)], int(group)) for row, group in zip(block.dense[:, 0], block.groups, strict=True)}
+    assert len({value for value, _ in pairs}) == len({group for _, group in pairs}) == len(pairs)
+    assert all(block.groups is None for block in ParquetLog(spec, FEATURES, split="train").raw_blocks())

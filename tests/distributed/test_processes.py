@@ -25,6 +25,13 @@ from tests.small_runs import recipe, wait_until
 MIX = {"one": "table", "shared": "row", "mean": "replicate", "large": "column"}
 SHARDS = ("table", "row", "column", "replicate", MIX)
 CLIPPED = ["train.sparse_optimizer.clip=0.01", "train.dense_optimizer.clip=0.1"]
+REGULAR = [
+    "model.bottom_norm=layer",
+    "model.top_norm=batch",
+    "train.sparse_optimizer={kind: rowwise_adam, lr: 0.01, l2: 0.1, weight_decay: 0.5}",
+    "train.dense_optimizer={kind: adamw, lr: 0.01, weight_decay: 0.1}",
+    "train.label_smoothing=0.1",
+]
 DENSE_VECTORS = ["model.interaction.num_dense_vectors=3", "model.interaction.pairs=dense_sparse"]
 
 
@@ -38,6 +45,7 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
     exact: list[Settings] = [{"shards": shards, "num_steps": 12} for shards in SHARDS]
     exact += [{"shards": MIX, "num_steps": 12, "changes": [*CLIPPED, "train.sparse_optimizer.kind=adam"]}]
     exact += [{"shards": MIX, "num_steps": 12, "changes": DENSE_VECTORS}]
+    exact += [{"shards": shards, "num_steps": 12, "changes": REGULAR} for shards in (MIX, "column")]
     # Without Adagrad's first steps, which make a whole step of a gradient that is nearly zero, whichever way it is rounded.
     descent = ["train.dense_optimizer.kind=sgd", "train.sparse_optimizer.kind=sgd"]
     rounded: list[Settings] = [
@@ -167,6 +175,21 @@ def test_ctrl_c_saves_once_and_leaves_no_process_behind(tmp_path: Path) -> None:
     assert "Traceback" not in said
     step = steps_saved(out)
     assert f"Stopped after step {step:,}" in said
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_while_one_process_is_dead_says_what_is_lost(tmp_path: Path) -> None:
+    given, out = recipe(tmp_path, checkpoint_every=10, epochs=1000), tmp_path / "stopped"
+    started = command(given, "--processes", 2, "--out", out)
+    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_until(lambda: steps_saved(out) >= 10, what="a checkpoint")
+        ranks = children(process)
+        next(rank for rank in ranks if rank.environ().get("RANK") == "1").kill()
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED, said
+    assert "process 1 was killed by SIGKILL before all had stopped: progress since the last checkpoint is lost" in said
+    assert not [rank for rank in ranks if rank.is_running()]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from rowstead.stores.backing import RamRows
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
 from tests.distributed.thread_process_group import ThreadProcessGroup, in_threads
-from tests.stores.store_contract import KINDS, BriefStoreContract, PlainStore, layouts, sparse_batches
+from tests.stores.store_contract import KINDS, BriefStoreContract, PlainStore, layouts, optimizers, sparse_batches
 
 
 def sharded(
@@ -70,7 +70,7 @@ def cut(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
 def test_any_mix_of_shards_over_any_number_of_processes_is_exact(kind: str, data: st.DataObject) -> None:
     layout, world_size = data.draw(layouts()), data.draw(st.integers(2, 4))
     shards = {table.name: data.draw(st.sampled_from(SHARDS)) for table in layout.tables}
-    optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=data.draw(st.sampled_from([None, 0.5])))  # type: ignore[arg-type]
+    optimizer = data.draw(optimizers(kind))
     weighted, ahead = data.draw(st.booleans()), data.draw(st.integers(0, 2))
     num_slots = data.draw(st.sampled_from([None, None, 2]))
     batches = [data.draw(sparse_batches(layout, weighted)) for _ in range(3)]

@@ -245,16 +245,27 @@ def test_no_role_outlives_a_killed_coordinator_and_the_next_coordinator_waits_fo
     assert left_behind(out) == []
 
 
+WITH_LEAVING_TRAINERS = """
+import sys
+from rowstead.cli.main import command
+from rowstead.fleet import coordinator
+coordinator.ROLES_MODULE = "tests.fleet.leaving_roles"
+command()
+"""
+
+
 @pytest.mark.slow
-def test_a_fleet_whose_trainers_leave_before_the_end_is_not_finished_and_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fleet_whose_trainers_leave_before_the_end_is_not_finished_ends_with_an_exit_code_and_can_be_resumed(
+    tmp_path: Path,
 ) -> None:
-    out, spec = tmp_path / "fleet", dataclasses.replace(small_spec(LONG), fleet=parse_fleet("trainers=2,sparse=1"))
-    with monkeypatch.context() as leaving:
-        leaving.setattr("rowstead.fleet.coordinator.ROLES_MODULE", "tests.fleet.leaving_roles")
-        with pytest.raises(RowsteadError, match=r"all trainers have exited after step [\d,]+ of 1,500") as unfinished:
-            train_fleet(spec, out=out)
-    assert f"continue with `rowstead train --resume {out}`" in str(unfinished.value)
+    out = tmp_path / "fleet"
+    words = ["train", recipe(tmp_path), "--set", LONG, "--fleet", "trainers=2,sparse=1", "--out", out]
+    ended = subprocess.run(
+        [sys.executable, "-c", WITH_LEAVING_TRAINERS, *map(str, words)], capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == USER_ERROR, ended.stdout + ended.stderr
+    assert re.search(r"error: all trainers have exited after step [\d,]+ of 1,500", ended.stderr), ended.stderr
+    assert f"continue with `rowstead train --resume {out}`" in ended.stderr
     assert not (out / "record.json").exists()
     stopped_at = checkpoint.load_latest(out / "checkpoints", pytest.fail).step
     assert 20 <= stopped_at < 1500

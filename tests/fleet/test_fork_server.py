@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from rowstead.fleet import fork_server
 from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.local_process import stop_roles
 from rowstead.fleet.roster import read_address
+from rowstead.spec.errors import RowsteadError
 from tests.small_runs import wait_until
 
 MODULE = "tests.fleet.small_roles"
@@ -70,6 +72,39 @@ def test_roles_of_a_killed_fork_server_count_as_killed_and_can_be_restarted(tmp_
         again = server.start("sparse", 0, incarnation=1)
         wait_until(lambda: read_address(tmp_path, "sparse", 0) is not None, what="the role to be ready again")
         assert again.exit_code() is None
+
+
+def test_a_fork_server_that_is_not_ready_in_time_is_named_with_the_setting_to_raise(tmp_path: Path) -> None:
+    with ForkServer(tmp_path, MODULE, start_s=0.5) as server:
+        psutil.Process().children()[-1].suspend()  # before it has imported everything
+        with pytest.raises(RowsteadError, match=r"was not ready after 0\.5 s .* raise `fleet\.start_s`"):
+            server.start("sparse", 0)
+
+
+def test_a_fork_server_that_fails_is_not_started_again_and_what_it_printed_is_shown(tmp_path: Path) -> None:
+    with ForkServer(tmp_path, "tests.fleet.no_such_module") as server:
+        with pytest.raises(RowsteadError, match=r"(?s)the fork server exited with code 1\. .*No module named"):
+            server.start("sparse", 0)
+        assert (tmp_path / "roles" / fork_server.LOG_FILE).read_text().count("No module named") == 1
+
+
+def test_a_fork_server_that_is_killed_again_and_again_while_it_starts_still_starts_a_role(tmp_path: Path) -> None:
+    with ForkServer(tmp_path, MODULE) as server:
+        killed: list[int] = []
+
+        def kill_twice() -> None:
+            for _ in range(2):
+                wait_until(lambda: any(child.pid not in killed for child in psutil.Process().children()), what="a fork server")
+                child = next(child for child in psutil.Process().children() if child.pid not in killed)
+                killed.append(child.pid)
+                child.kill()
+
+        thread = threading.Thread(target=kill_twice)
+        thread.start()
+        role = server.start("sparse", 0)
+        thread.join()
+        wait_until(lambda: read_address(tmp_path, "sparse", 0) is not None, what="the role to be ready", deadline_s=60)
+        assert (role.exit_code(), len(killed)) == (None, 2)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rowstead.fleet.ray_launch import find_cluster
@@ -53,19 +54,25 @@ def run_command(address: str, printed: Path, *arguments: object) -> Iterator[sub
 
 
 @pytest.mark.slow
-def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_leaves_no_process(address: str, tmp_path: Path) -> None:
+def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_a_frozen_role_and_leaves_no_process(
+    address: str, tmp_path: Path
+) -> None:
     out, printed = tmp_path / "out", tmp_path / "printed"
     with run_command(address, printed, "train", recipe(tmp_path, epochs=3), "--fleet", ROLES, "--out", out) as coordinator:
         wait_until(
             lambda: any(read_address(out, "trainer", n) for n in range(2)) or coordinator.poll() is not None, what="a trainer"
         )
-        victim = read_address(out, "sparse", 1)
+        victim, frozen = read_address(out, "sparse", 1), read_address(out, "reader", 0)
         assert victim is not None, printed.read_text()
+        assert frozen is not None, printed.read_text()
         os.kill(victim.pid, signal.SIGKILL)
-        assert coordinator.wait(timeout=200) == 0, printed.read_text()
+        os.kill(frozen.pid, signal.SIGSTOP)
+        assert coordinator.wait(timeout=260) == 0, printed.read_text()
     assert "sparse 1 was killed by SIGKILL" in printed.read_text()
+    assert "reader 0 has given no sign of life for 15 s: killing it" in printed.read_text()
+    assert not psutil.pid_exists(frozen.pid)
     figures = figures_of(out)
-    assert figures["num_restarts"] >= 1
+    assert figures["num_restarts"] >= 2
     single = train(small_spec("train.epochs=3"), out=tmp_path / "single").quality
     assert single is not None
     assert figures["ne"] == pytest.approx(single.ne, rel=0.04)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rowstead.kernels import reference
 from rowstead.kernels.layout import layout_of
-from rowstead.kernels.row_state import new_row_state
+from rowstead.kernels.row_state import NUM_SCALARS, new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 
@@ -46,7 +46,7 @@ def _check_runs(lengths: list[int], seed: int) -> None:
     # Capacity for more ids than there are must not matter.
     padded = torch.cat([ids, torch.full((seed,), 7)]).to(DEVICE)
     optimizer = SparseOptimizerSpec(kind="sgd")
-    scalars = gpu.host_scalars([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
+    scalars = gpu.host_scalars([1.0, *[0.0] * (NUM_SCALARS - 1)], 1, torch.float64).to(DEVICE)
     plan = gpu.plan_update([ours], [{}], layout, padded, offsets, optimizer=optimizer, scalars=scalars)
     gpu.apply_plan(plan, [ours], layout, offsets, None, grad, optimizer=optimizer, scalars=scalars)
     reference.update([theirs], [{}], layout, ids.to(DEVICE), offsets, None, grad, optimizer=optimizer, lr=1.0, step=1)
@@ -66,7 +66,10 @@ def test_only_sums_that_were_made_are_joined(loss: float) -> None:
     offsets = torch.tensor([0, len(runs[0]), len(ids)], device=DEVICE)
     grad = torch.randn(1, 7, dtype=torch.float64, device=DEVICE)
     tables = [torch.zeros(6, width, dtype=torch.float64, device=DEVICE) for width in (3, 4)]
-    optimizer, scalars = SparseOptimizerSpec(kind="sgd"), gpu.host_scalars([1.0, 0, 0, 0, 0], 1, torch.float64).to(DEVICE)
+    optimizer, scalars = (
+        SparseOptimizerSpec(kind="sgd"),
+        gpu.host_scalars([1.0, *[0.0] * (NUM_SCALARS - 1)], 1, torch.float64).to(DEVICE),
+    )
 
     def unknown(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)

@@ -33,7 +33,7 @@ def take_step(optimizer: GpuDenseOptimizer, lr: float, step: int, loss: float = 
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
 def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> None:
     spec = DenseOptimizerSpec(kind=kind, lr=0.05, weight_decay=weight_decay)  # type: ignore[arg-type]
     ours, theirs = net(), net()
@@ -54,7 +54,7 @@ def test_steps_and_state_are_those_of_torch(kind: str, weight_decay: float) -> N
                 torch.testing.assert_close(own[index][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
 def test_bf16_copies_give_gradients_and_follow_the_parameters(kind: str) -> None:
     spec = DenseOptimizerSpec(kind=kind, lr=0.05, weight_decay=0.1)  # type: ignore[arg-type]
     ours, theirs = net(), net()

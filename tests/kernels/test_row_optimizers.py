@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from rowstead.kernels.row_state import RowState, new_row_state
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 from rowstead.spec.run import Kernel
-from tests.stores.store_contract import layouts, sparse_batches
+from tests.stores.store_contract import layouts, optimizers, sparse_batches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_ROWS, WIDTH = 5, 20
@@ -78,6 +80,27 @@ def test_momentum_is_that_of_torch_where_every_step_reads_every_row(kernel: Kern
 
 
 @every_kernel
+def test_a_decoupled_decay_is_that_of_adamw(kernel: Kernel, device: str) -> None:
+    exact = torch.nn.Parameter(first_rows().double())
+    train_torch(torch.optim.AdamW([exact], lr=0.1, weight_decay=0.5))
+    rows, _ = train(kernel, device, SparseOptimizerSpec(kind="adam", weight_decay=0.5))
+    torch.testing.assert_close(rows.double(), exact.detach(), rtol=1e-4, atol=1e-5)
+
+
+@every_kernel
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("sgd", torch.optim.SGD), ("adagrad", torch.optim.Adagrad), ("adam", torch.optim.Adam)]
+)
+def test_l2_on_rows_is_the_weight_decay_of_torch(
+    kernel: Kernel, device: str, kind: RowOptimizerName, theirs: type[torch.optim.Optimizer]
+) -> None:
+    exact = torch.nn.Parameter(first_rows().double())
+    train_torch(theirs([exact], lr=0.1, weight_decay=0.5))  # type: ignore[call-arg]
+    rows, _ = train(kernel, device, SparseOptimizerSpec(kind=kind, l2=0.5))
+    torch.testing.assert_close(rows.double(), exact.detach(), rtol=1e-4, atol=1e-5)
+
+
+@every_kernel
 @pytest.mark.parametrize("kind", list(ROW_OPTIMIZERS))
 def test_a_row_that_no_batch_reads_keeps_its_value_and_its_state(kernel: Kernel, device: str, kind: RowOptimizerName) -> None:
     rows, state = train(kernel, device, SparseOptimizerSpec(kind=kind), num_read=NUM_ROWS - 1)
@@ -105,7 +128,7 @@ def check_against_reference(kernel: Kernel, kind: RowOptimizerName, data: st.Dat
     layout = data.draw(layouts())
     fractions = st.floats(0, 0.99)
     betas = {"beta1": data.draw(fractions), "beta2": data.draw(fractions), "momentum": data.draw(fractions)}
-    optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=data.draw(st.sampled_from([None, 0.5])), **betas)
+    optimizer = dataclasses.replace(data.draw(optimizers(kind)), **betas)
     random = torch.Generator().manual_seed(3)
     start = [torch.randn(table.num_rows, table.width, generator=random).double() for table in layout.tables]
     tables = [[rows.clone() for rows in start] for _ in range(2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -35,8 +37,9 @@ FEATURES = FeaturesSpec(
 class PlainDLRM(nn.Module):
     """A DLRM written independently, from the paper, over nn.EmbeddingBag."""
 
-    def __init__(self, interaction: InteractionSpec, sparse: bool) -> None:
+    def __init__(self, interaction: InteractionSpec, sparse: bool, model: ModelSpec | None = None) -> None:
         super().__init__()
+        model = model or ModelSpec()
         self.bags = nn.ModuleList(
             [
                 nn.EmbeddingBag(40, WIDTH, mode="sum", sparse=sparse, include_last_offset=True),
@@ -45,14 +48,15 @@ class PlainDLRM(nn.Module):
             ]
         )
         self.interaction, count = interaction, interaction.num_dense_vectors
-        self.bottom = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, count * WIDTH), nn.ReLU())
+        hidden = hidden_layer(5, 16, model.bottom_norm, model.bottom_dropout)
+        self.bottom = nn.Sequential(*hidden, nn.Linear(16, count * WIDTH), nn.ReLU())
         width = (count + 4) * WIDTH
         if interaction.kind == "dot":
             width = count * WIDTH + {"both": 4 * count + 6, "dense_sparse": 4 * count, "sparse_sparse": 6}[interaction.pairs]
         if interaction.kind == "cross":
             self.v = nn.ModuleList(nn.Linear(width, 6, bias=False) for _ in range(2))
             self.w = nn.ModuleList(nn.Linear(6, width) for _ in range(2))
-        self.top = nn.Sequential(nn.Linear(width, 12), nn.ReLU(), nn.Linear(12, 1))
+        self.top = nn.Sequential(*hidden_layer(width, 12, model.top_norm, model.top_dropout), nn.Linear(12, 1))
 
     def forward(self, dense: torch.Tensor, per_feature: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         projected = self.bottom(dense)
@@ -70,6 +74,11 @@ class PlainDLRM(nn.Module):
             for v, w in zip(self.v, self.w, strict=True):
                 x = x0 * w(v(x)) + x
         return self.top(x)[:, 0]
+
+
+def hidden_layer(in_width: int, width: int, norm: str, dropout: float) -> list[nn.Module]:
+    norms = {"none": [], "batch": [nn.BatchNorm1d(width)], "layer": [nn.LayerNorm(width)]}
+    return [nn.Linear(in_width, width), *norms[norm], nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
 
 
 class RowwiseAdagrad:
@@ -129,37 +138,79 @@ def test_fifty_steps_with_three_dense_vectors_give_the_losses_of_plain_torch(kin
     check_fifty_steps(interaction, "adam", "rowwise_adagrad")
 
 
-def check_fifty_steps(interaction: InteractionSpec, dense_kind: str, sparse_kind: str) -> None:
+@pytest.mark.parametrize(
+    ("bottom_norm", "top_norm", "bottom_dropout", "top_dropout"),
+    [("batch", "batch", 0.0, 0.0), ("layer", "layer", 0.0, 0.0), ("none", "none", 0.4, 0.2), ("layer", "batch", 0.2, 0.4)],
+)
+def test_fifty_steps_with_norms_and_dropout_give_the_losses_of_plain_torch(
+    bottom_norm: str, top_norm: str, bottom_dropout: float, top_dropout: float
+) -> None:
+    options = {"bottom_norm": bottom_norm, "top_norm": top_norm, "bottom_dropout": bottom_dropout, "top_dropout": top_dropout}
+    check_fifty_steps(InteractionSpec(), "adam", "rowwise_adagrad", model=options)
+
+
+@pytest.mark.parametrize("sparse_kind", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("rows", [{"l2": 0.1}, {"weight_decay": 0.5}, {"l2": 0.1, "weight_decay": 0.5}])
+def test_fifty_steps_with_decays_of_rows_give_the_losses_of_plain_torch(sparse_kind: str, rows: dict[str, float]) -> None:
+    check_fifty_steps(InteractionSpec(), "adam", sparse_kind, rows=rows)
+
+
+@pytest.mark.parametrize("dense_kind", ["sgd", "adam", "adamw"])
+def test_fifty_steps_with_weight_decay_and_smooth_labels_give_the_losses_of_plain_torch(dense_kind: str) -> None:
+    check_fifty_steps(InteractionSpec(), dense_kind, "adagrad", weight_decay=0.1, label_smoothing=0.2)
+
+
+def check_fifty_steps(
+    interaction: InteractionSpec,
+    dense_kind: str,
+    sparse_kind: str,
+    *,
+    model: dict[str, Any] | None = None,
+    rows: dict[str, float] | None = None,
+    weight_decay: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> None:
     torch.manual_seed(7)
     tables = tables_of(FEATURES, width=WIDTH)
-    spec = ModelSpec(width=WIDTH, bottom=(16,), top=(12,), interaction=interaction)
+    spec = ModelSpec(width=WIDTH, bottom=(16,), top=(12,), interaction=interaction, **(model or {}))
     train = TrainSpec(
-        sparse_optimizer=SparseOptimizerSpec(kind=sparse_kind, lr=0.02),
-        dense_optimizer=DenseOptimizerSpec(kind=dense_kind, lr=0.01),
+        sparse_optimizer=SparseOptimizerSpec(kind=sparse_kind, lr=0.02, **(rows or {})),
+        dense_optimizer=DenseOptimizerSpec(kind=dense_kind, lr=0.01, weight_decay=weight_decay),
+        label_smoothing=label_smoothing,
     )
+    decay = train.sparse_optimizer
     store = DeviceStore(layout_of(FEATURES, tables), train.sparse_optimizer)
     ours = Stepper(DLRM(spec, FEATURES, store), train, total_steps=50)
-    plain = PlainDLRM(interaction, sparse=sparse_kind == "adam")
+    plain = PlainDLRM(interaction, sparse=sparse_kind == "adam", model=spec)
     copy_weights(ours.model, plain)
-    rows = list(plain.bags.parameters())
+    of_rows = list(plain.bags.parameters())
     others = [p for name, p in plain.named_parameters() if not name.startswith("bags")]
     optimizers = [
-        row_optimizer(sparse_kind, rows, 0.02),
+        row_optimizer(sparse_kind, of_rows, 0.02),
         {
-            "sgd": lambda: torch.optim.SGD(others, lr=0.01),
-            "adagrad": lambda: torch.optim.Adagrad(others, lr=0.01, eps=1e-8),
-            "adam": lambda: torch.optim.Adam(others, lr=0.01),
+            "sgd": lambda: torch.optim.SGD(others, lr=0.01, weight_decay=weight_decay),
+            "adagrad": lambda: torch.optim.Adagrad(others, lr=0.01, eps=1e-8, weight_decay=weight_decay),
+            "adam": lambda: torch.optim.Adam(others, lr=0.01, weight_decay=weight_decay),
+            "adamw": lambda: torch.optim.AdamW(others, lr=0.01, weight_decay=weight_decay),
         }[dense_kind](),
     ]
     rng = np.random.default_rng(3)
     for number in range(1, 51):
         batch, per_feature = random_batch(rng)
-        loss = nn.functional.binary_cross_entropy_with_logits(plain(batch.dense, per_feature), batch.labels)
+        ours.model.net.seed_step(number)  # both draw the same dropout
+        labels = (1 - label_smoothing) * batch.labels + label_smoothing / 2
+        loss = nn.functional.binary_cross_entropy_with_logits(plain(batch.dense, per_feature), labels)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss.backward()
+        read = [torch.cat([per_feature[f][0] for f in features]).unique() for features in ((0,), (1,), (2, 3))]
+        before = [bag.weight[ids] for bag, ids in zip(plain.bags, read, strict=True)]
+        penalty = decay.l2 / 2 * sum(rows.square().sum() for rows in before)
+        (loss + penalty if decay.l2 else loss).backward()
         for optimizer in optimizers:
             optimizer.step()
+        with torch.no_grad():
+            for bag, ids, rows_before in zip(plain.bags, read, before, strict=True):
+                bag.weight[ids] -= 0.02 * decay.weight_decay * rows_before
         assert ours.step(batch, number) == pytest.approx(loss.item(), abs=1e-5), f"step {number}"
 
 

@@ -267,7 +267,10 @@ def test_inside_a_compiled_model_it_trains_the_same() -> None:
         compiled(sparse).square().sum().backward()
         plain(sparse).square().sum().backward()
     for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
+        if torch.cuda.is_available():  # the GPU's sum of a linear layer may take another order
+            torch.testing.assert_close(model.state_dict()[name], value)
+        else:
+            assert torch.equal(model.state_dict()[name], value)
 
 
 def test_what_its_page_shows_runs() -> None:

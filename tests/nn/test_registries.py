@@ -55,7 +55,7 @@ def test_an_interaction_needs_an_entry_and_a_module_and_planner_and_network_foll
     net = build_network(spec.model, spec.features, spec.tables)
     assert net(torch.randn(3, 4), torch.randn(3, 24)).shape == (3,)
     work = step_work(spec)
-    assert (work.top[0].inputs, work.interaction_flops) == (8, 32.0)
+    assert (work.top[0].inputs, work.network.pair_flops) == (8, 32.0)
     assert work.num_parameters == sum(parameter.numel() for parameter in net.parameters())
 
 

@@ -54,4 +54,4 @@ def test_dense_vectors_and_pairs_are_counted_as_the_model_has_them(pairs: str, n
     net, work = build_network(spec.model, spec.features, spec.tables), step_work(spec)
     assert work.num_parameters == sum(p.numel() for p in net.parameters())
     assert (work.bottom[-1].outputs, work.top[0].inputs) == (3 * 8, 3 * 8 + num_products)
-    assert (work.num_vectors, work.interaction_flops) == (3 + 3, 2 * 8 * num_products)
+    assert (work.network.num_vectors, work.network.pair_flops) == (3 + 3, 2 * 8 * num_products)

@@ -63,6 +63,12 @@ def sparse_batches(draw: st.DrawFn, layout: Layout, weighted: bool) -> Sparse:
     return Sparse(ids=torch.tensor(ids, dtype=dtype), offsets=offsets, num_features=layout.num_features, weights=weights)
 
 
+def optimizers(kind: str) -> st.SearchStrategy[SparseOptimizerSpec]:
+    """Row optimizers of one kind, with and without clipping and decays."""
+    clips, decays = st.sampled_from([None, 0.5]), st.sampled_from([0.0, 0.3])
+    return st.builds(SparseOptimizerSpec, kind=st.just(kind), eps=st.just(1e-3), clip=clips, l2=decays, weight_decay=decays)
+
+
 def fixed_layout() -> Layout:
     """Three features over two tables, one of them shared."""
     shared = TableSpec(name="shared", num_rows=9, width=6)
@@ -120,7 +126,9 @@ class PlainStore:
                 part = part * min(1.0, self.optimizer.clip / max(np.linalg.norm(part), 1e-300))
             summed[table, row] = summed.get((table, row), 0.0) + share * part
         for (table, row), g in summed.items():
-            self.rows[table][row] -= self.change(table, row, g, lr, step)
+            before = self.rows[table][row].copy()
+            self.rows[table][row] -= self.change(table, row, g + self.optimizer.l2 * before, lr, step)
+            self.rows[table][row] -= lr * self.optimizer.weight_decay * before
 
     def change(self, table: int, row: int, g: np.ndarray, lr: float, step: int) -> np.ndarray:
         o, first, second = self.optimizer, self.first[table], self.second[table]
@@ -129,9 +137,9 @@ class PlainStore:
         if o.kind == "momentum":
             first[row] = o.momentum * first[row] + g
             return lr * first[row]
-        if o.kind == "adam":
+        if o.kind in ("adam", "rowwise_adam"):
             first[row] = o.beta1 * first[row] + (1 - o.beta1) * g
-            second[row] = o.beta2 * second[row] + (1 - o.beta2) * g * g
+            second[row] = o.beta2 * second[row] + (1 - o.beta2) * (g * g if o.kind == "adam" else (g * g).mean())
             return lr * np.sqrt(1 - o.beta2**step) / (1 - o.beta1**step) * first[row] / (np.sqrt(second[row]) + o.eps)
         assert o.kind in ("adagrad", "rowwise_adagrad")
         second[row] += g * g if o.kind == "adagrad" else (g * g).mean()
@@ -197,8 +205,7 @@ class StoreContract:
 
     def check_exact(self, kind: str, data: st.DataObject) -> None:
         layout = data.draw(layouts())
-        clip = data.draw(st.sampled_from([None, 0.5]))
-        optimizer = SparseOptimizerSpec(kind=kind, eps=1e-3, clip=clip)
+        optimizer = data.draw(optimizers(kind))
         store = self.make(layout, optimizer, torch.float64)
         plain = PlainStore(layout, store.state(), optimizer)
         weighted = data.draw(st.booleans())

@@ -13,7 +13,15 @@ import torch
 from rowstead.spec.errors import RowsteadError
 from rowstead.study.trial import run_trial
 from rowstead.training.build import ignored_settings
-from rowstead.training.device import bf16_fallback, check_precision, container_cores, dense_precision, has_bf16, set_threads
+from rowstead.training.device import (
+    bf16_fallback,
+    check_precision,
+    container_cores,
+    dense_precision,
+    has_bf16,
+    physical_cores,
+    set_threads,
+)
 from tests.small_runs import small_spec
 
 CPU = torch.device("cpu")
@@ -31,6 +39,16 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: i
 
 def test_without_containers_nothing_limits_the_cores(tmp_path: Path) -> None:
     assert container_cores(tmp_path / "missing") is None
+
+
+def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    assert physical_cores(tmp_path) == len(usable), "each is a core of its own where the system does not tell"
+    for index, cpu in enumerate(usable):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{index // 2},{index // 2 + 64}\n")
+    assert physical_cores(tmp_path) == (len(usable) + 1) // 2
 
 
 def test_a_run_has_the_threads_that_it_asks_for_and_gives_them_back() -> None:

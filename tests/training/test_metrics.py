@@ -251,3 +251,24 @@ def test_one_example_is_a_group_of_its_own_and_no_figure() -> None:
     assert quality.reliability is not None
     assert quality.reliability.observed == (1.0,)
     assert "reliability" not in quality.figures()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.integers(0, 1)), min_size=1, max_size=40))
+def test_gauc_is_the_weighted_mean_of_the_auc_of_each_group(rows: list[tuple[int, int, int]]) -> None:
+    groups, scores, labels = (np.array(column) for column in zip(*rows, strict=True))
+    by_group = []
+    for group in set(groups.tolist()):
+        own = groups == group
+        if 0 < labels[own].mean() < 1:
+            alone = Evaluation()
+            alone.add(scores[own].astype(np.float32), labels[own].astype(np.float32))
+            by_group.append((alone.quality().auc, own.sum()))
+    evaluation = Evaluation()
+    for half in np.array_split(np.arange(len(rows)), 2):
+        evaluation.add(scores[half].astype(np.float32), labels[half].astype(np.float32), groups=groups[half])
+    found = evaluation.quality().gauc
+    if not by_group:
+        assert found is None
+        return
+    assert found == pytest.approx(np.average([auc for auc, _ in by_group], weights=[count for _, count in by_group]))

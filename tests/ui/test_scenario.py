@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowstead.plan.traffic import mean_ids
+from rowstead.plan.work import step_work
 from rowstead.spec.catalogue import MACHINES, calibrated_path
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, to_plain
@@ -152,5 +153,13 @@ def test_a_network_of_the_users_own_is_said_to_be_predicted_as_the_built_in_one(
     scenario = scenario_of(spec)
     (note,) = next(answers(scenario, spec))["notes"]
     assert "mine.py:Net" in note
-    assert "built-in DLRM" in note
+    assert "a DLRM with this recipe's `bottom`, `top` and `interaction` instead" in note
     assert next(answers(scenario, load_recipe("quickstart")))["notes"] == []
+
+
+def test_a_built_in_network_of_a_recipe_stays_while_sliders_move() -> None:
+    spec = load_recipe("dcnv2")
+    facts = [next(answers(dataclasses.replace(scenario_of(spec), top=top), spec)) for top in (spec.model.top, (512, 512))]
+    assert [one["notes"] for one in facts] == [[], []]
+    assert facts[0]["model"]["num_dense_parameters"] == step_work(spec).num_parameters
+    assert facts[0]["model"]["num_dense_parameters"] < facts[1]["model"]["num_dense_parameters"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -159,14 +159,21 @@ def train(
 
 
 @app.command()
-def evaluate(run: Run, data: Data = None, runs: Root = RUNS) -> None:
-    """Score a run's model on its evaluation split, or on other files."""
+def evaluate(
+    run: Run,
+    data: Data = None,
+    split: Annotated[
+        Literal["eval", "test", "train"], typer.Option("--split", help="Which split of the run's log to score.")
+    ] = "eval",
+    runs: Root = RUNS,
+) -> None:
+    """Score a run's model on its evaluation split, on another one, or on other files."""
     from rowstead.cli.console import PlainProgress, doing, quality_rows
     from rowstead.training.trained import evaluate as evaluate_run
 
     console = terminal()
     with doing(console, "examples") as advance:
-        quality = evaluate_run(run, data=data, root=runs, callback=PlainProgress(console), progress=advance)
+        quality = evaluate_run(run, data=data, split=split, root=runs, callback=PlainProgress(console), progress=advance)
     console.print(two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality)))
 
 

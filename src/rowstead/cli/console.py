@@ -137,12 +137,21 @@ def progress_line(progress: TrainProgress) -> str:
 def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     """An evaluation as names and values."""
     rows = [("NE", f"{quality.ne:.4f}" if quality.ne is not None else "undefined: all labels are equal")]
+    if quality.ne_train_rate is not None:
+        rows.append(
+            (
+                "NE by training's rate",
+                f"{quality.ne_train_rate:.4f} (against always predicting the training split's mean label)",
+            )
+        )
     if quality.ne_best is not None and quality.ne_expected is not None:
         above = quality.ne_expected / quality.ne_best - 1
         rows.append(("best possible NE", f"{quality.ne_best:.4f} (the model's is {above:.2%} above it, label noise aside)"))
     if quality.auc is not None:
         error = f" ± {quality.auc_error:.1g}" if quality.auc_error else ""
         rows.append(("AUC", f"{quality.auc:.4f}{error}"))
+    if quality.gauc is not None:
+        rows.append(("GAUC", f"{quality.gauc:.4f} (AUC within groups)"))
     rows.append(("log loss", f"{quality.log_loss:.4f}"))
     if quality.calibration is not None:
         rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))
@@ -166,6 +175,8 @@ def summary(result: Result) -> Table:
     """The summary of a run: quality, speed, where the time went, the folder and the next commands."""
     outcome = result.outcome
     rows = quality_rows(outcome.quality) if outcome.quality is not None else []
+    if outcome.test is not None:
+        rows.append((f"test ({outcome.test.num_samples:,})", quality_line(outcome.test)))
     if outcome.samples_per_s is not None:
         rows.append(("samples/s", f"{outcome.samples_per_s:,.0f}"))
     total_s = sum(outcome.phase_s.values())

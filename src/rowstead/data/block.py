@@ -24,6 +24,8 @@ class RawBlock:
     """Example weights [R]."""
     true_p: NDArray[np.float32] | None = None
     """True click probabilities [R]."""
+    groups: NDArray[np.int64] | None = None
+    """The group of each row [R], such as its user, as a raw 64-bit id."""
 
     @property
     def num_rows(self) -> int:
@@ -45,6 +47,7 @@ class RawBlock:
             labels=part(self.labels),
             weights=part(self.weights),
             true_p=part(self.true_p),
+            groups=None if self.groups is None else self.groups[start:stop],
         )
 
     def take(self, rows: NDArray[np.int64]) -> RawBlock:
@@ -63,6 +66,7 @@ class RawBlock:
             labels=part(self.labels),
             weights=part(self.weights),
             true_p=part(self.true_p),
+            groups=None if self.groups is None else self.groups[rows],
         )
 
 

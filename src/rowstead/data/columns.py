@@ -27,7 +27,7 @@ from rowstead.data.column_values import (
 )
 from rowstead.kernels.cpu.memory import address_of, floats_at
 from rowstead.spec.errors import DataError, did_you_mean
-from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec
 
 IdKinds = Mapping[str, str]
 """For each sparse column `text` or `integers`."""
@@ -43,13 +43,18 @@ class ColumnReader:
         label: str | None = None,
         weight: str | None = None,
         true_p: str | None = None,
+        group: str | None = None,
         id_kinds: IdKinds | None = None,
     ) -> None:
-        """`id_kinds` are those of the model's training; columns of another kind are refused."""
+        """`group` names a column whose values group rows. `id_kinds` are those of the model's training; columns of another kind are refused."""
         self.expected_kinds = id_kinds or {}
         self.dense_features, self.sparse_features = features.expanded_dense(), features.expanded_sparse()
+        self.has_groups = group is not None
+        if group is not None:
+            self.sparse_features += (SparseFeatureSpec(name=group, column=group, num_rows=1),)
         self.dense = tuple(str(f.column) for f in self.dense_features)
         self.sparse = tuple(str(f.column) for f in self.sparse_features)
+        """Columns of ids; the last is that of the groups, if there is one."""
         self.lengths = {str(f.column): f.length for f in self.dense_features if f.length is not None}
         """How many numbers each row of a column of lists has."""
         named = {"labels": label, "weights": weight, "true_p": true_p}
@@ -111,12 +116,22 @@ class ColumnReader:
             columns = [values.floats(i) for i in range(first, min(first + TILE, len(self.dense)))]
             interleave(columns, dense, np.arange(first, first + len(columns)))
         found = [values.bags(i) for i in range(len(self.sparse))]
-        return RawBlock(
-            dense=dense,
-            ids=tuple(ids for ids, _ in found),
-            offsets=tuple(offsets for _, offsets in found),
-            **{field: values.floats(len(self.dense) + i) for i, field in enumerate(self.scalars)},
+        return self.block_of(
+            dense, found, {field: values.floats(len(self.dense) + i) for i, field in enumerate(self.scalars)}
         )
+
+    def block_of(
+        self, dense: NDArray[np.float32], bags: Sequence[Bags], scalars: Mapping[str, NDArray[np.float32]]
+    ) -> RawBlock:
+        """A block of decoded columns, each in the order of this reader's."""
+        groups = None
+        if self.has_groups:
+            *bags, (ids, offsets) = bags
+            groups = np.zeros(len(dense), np.int64)  # rows without a value are one group
+            has_value = np.diff(offsets) > 0
+            groups[has_value] = ids[offsets[:-1][has_value]]
+        ids_of, offsets_of = (tuple(bag[part] for bag in bags) for part in (0, 1))
+        return RawBlock(dense=dense, ids=ids_of, offsets=offsets_of, groups=groups, **scalars)
 
     def _table(self, rows: Mapping[str, Any]) -> pa.Table:
         """The needed columns (lists, NumPy arrays, Arrow arrays) as an Arrow table."""

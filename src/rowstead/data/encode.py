@@ -76,7 +76,7 @@ class Encoder:
     """Turns raw rows into batches for one model. Immutable, so threads may share it."""
 
     def __init__(self, features: FeaturesSpec, tables: Sequence[Table], transforms: DenseTransforms) -> None:
-        self.features = features
+        self.features, self.tables = features, tuple(tables)
         self.transforms = transforms
         specs = features.expanded_sparse()
         self._names = tuple(s.name for s in specs)
@@ -138,13 +138,15 @@ class Encoder:
             raise id_outside_table(self._names[feature], int(ids[outside]), int(self._num_rows[feature]))
         labels, weights, true_p = (scalars.get(name) for name in SCALARS)
         sparse = Sparse(ids=all_ids, offsets=all_offsets, num_features=num_features)
-        return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights, true_p=true_p)
+        found = [block.groups for block in rows.blocks if block.groups is not None]
+        groups = torch.from_numpy(np.concatenate(found)[order]) if len(found) == len(rows.blocks) else None
+        return Batch(dense=dense, sparse=sparse, labels=labels, weights=weights, true_p=true_p, groups=groups)
 
 
 def compute_totals(rows: RawRows, order: NDArray[np.int64]) -> BatchTotals | None:
     """Totals of a batch of the rows at `order` [B], without encoding it; None if there are no labels."""
     block_of, row_of = np.empty_like(order), np.empty_like(order)
-    assert _locate_rows(rows.starts, order, block_of, row_of), "order has a row index out of range"
+    assert locate_rows(rows.starts, order, block_of, row_of), "order has a row index out of range"
 
     def gather(name: str) -> torch.Tensor | None:
         if any(getattr(block, name) is None for block in rows.blocks):
@@ -169,7 +171,7 @@ _AHEAD_BYTES = 512  # the hardware prefetcher loads the rest of a long bag
 
 
 @_kernel
-def _locate_rows(starts, order, block_of, row_of):  # type: ignore[no-untyped-def]
+def locate_rows(starts, order, block_of, row_of):  # type: ignore[no-untyped-def]
     """Fill block_of [B] and row_of [B] for the row indices order [B], given block starts [K + 1]; false if one is out of range."""
     num_blocks = len(starts) - 1
     for b in range(len(order)):
@@ -252,7 +254,7 @@ def _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, fi
 @_kernel
 def _measure(starts, order, addresses, max_ids, block_of, row_of, offsets):  # type: ignore[no-untyped-def]
     """Fill block_of [B], row_of [B] and offsets [F*B + 1]; returns the number of ids, or -1 if order [B] is out of range."""
-    if not _locate_rows(starts, order, block_of, row_of):
+    if not locate_rows(starts, order, block_of, row_of):
         return -1
     _count_ids(addresses, block_of, row_of, max_ids, offsets)
     return offsets[-1]

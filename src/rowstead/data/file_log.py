@@ -64,7 +64,8 @@ class FileLog(ABC):
         """Held by a thread while it decodes or makes a batch. With more busy threads than cores, one would now and then be preempted while
         it holds the GIL, and all others would wait for it."""
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
-        self.columns = ColumnReader(features, **named, id_kinds=id_kinds)
+        group = spec.group if with_labels and split != "train" else None  # training has no use for it
+        self.columns = ColumnReader(features, **named, group=group, id_kinds=id_kinds)
         self.id_kinds: dict[str, str] = {}
         """Whether each sparse column holds text or integers."""
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))

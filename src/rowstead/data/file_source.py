@@ -1,6 +1,7 @@
 """`FileSource`: batches from files, shuffled by seed, split among ranks, resumable at any batch.
 
-`WindowOrder` says which rows are in which batch. Threads decode up to one window ahead and make batches; the result is the same for any number of threads.
+`WindowOrder` says which rows are in which batch. Threads decode up to one window ahead and make batches; the result is the same for any
+number of threads.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class FileSplit(LogSplit):
         return open_file_log(self._log.spec, dense_only, split=self._split, with_labels=False).raw_blocks(max_rows)
 
     def pieces(self) -> Iterator[Callable[[], LogPiece]]:
-        for piece in self._log.pieces(self._log.spans, rows_ahead=0):
-            yield lambda piece=piece: piece
+        with closing(self._log.pieces(self._log.spans, rows_ahead=0)) as pieces:
+            for piece in pieces:
+                yield partial(_same, piece)
 
     @property
     def fingerprints(self) -> Mapping[str, Fingerprint]:
@@ -226,6 +228,10 @@ class FileSource(Source):
             for function in self._functions:
                 batch = function(batch)
         return batch
+
+
+def _same(piece: LogPiece) -> LogPiece:
+    return piece
 
 
 def _timed(work: Callable[[int], int], part: int, spent_s: list[float]) -> int:

@@ -6,15 +6,19 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.file_log import open_file_log
 from rowstead.data.files import choose_file_log
+from rowstead.data.pack import Log, fill_cache, open_pack
+from rowstead.data.packed_source import PackedSource
 from rowstead.data.source import LogSplit, Source
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.data import FileLogSpec, SplitName, list_paths
+from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
 
 
@@ -40,26 +44,55 @@ class Sources:
         return dataclasses.replace(self, train=function(self.train), eval=function(self.eval), test=test)
 
 
-def open_sources(spec: RunSpec, transforms: DenseTransforms | None = None, id_kinds: IdKinds | None = None) -> Sources:
+def open_sources(
+    spec: RunSpec,
+    transforms: DenseTransforms | None = None,
+    id_kinds: IdKinds | None = None,
+    *,
+    on_message: Callable[[str], None] = lambda text: None,
+) -> Sources:
     """Open the splits of a spec's log; dense transforms are learned from the training split unless they are given.
 
-    `id_kinds` are those of an earlier run whose model is trained further: a log of other kinds is refused.
+    `id_kinds` are those of an earlier run whose model is trained further: a log of other kinds is refused. With `data.cache` the rows
+    come from the packed log there, which is packed first if there is none.
     """
-    train = open_split(spec, "train", id_kinds)
-    evaluation = open_split(spec, "eval", train.id_kinds)
-    test = open_split(spec, "test", train.id_kinds) if spec.data.log.has_test else None
-    if transforms is None:
-        needed = any(feature.needs_statistics for feature in spec.features.expanded_dense())
-        blocks = train.dense_blocks(spec.data.statistics_rows) if needed else ()
-        transforms = DenseTransforms.learn(spec.features, blocks)
-    encoder = Encoder(spec.features, spec.tables, transforms)
+    log = open_to_pack(spec, transforms, id_kinds)
+    pack = None
+    if spec.data.cache is not None:
+        folder = Path(spec.data.cache).expanduser().absolute()
+        fill_cache(log, folder, on_message)
+        pack = open_pack(log, folder)
+        if transforms is not None and transforms.to_plain() != pack.transforms.to_plain():
+            raise DataError(
+                f"{folder} was packed with other dense transforms than this run has learned: set data.cache to another folder"
+            )
+    encoder = Encoder(spec.features, spec.tables, log.learn() if pack is None else pack.transforms)
+    sources = {name: split.source(encoder, seed=spec.seed) for name, split in log.splits.items()}
+    if pack is not None:
+        sources = {name: PackedSource(source, pack.splits[name]) for name, source in sources.items()}
     return Sources(
-        train=train.source(encoder, seed=spec.seed),
-        eval=evaluation.source(encoder, seed=spec.seed),
-        test=None if test is None else test.source(encoder, seed=spec.seed),
+        train=sources["train"],
+        eval=sources["eval"],
+        test=sources.get("test"),
         encoder=encoder,
-        id_kinds=train.id_kinds,
+        id_kinds=log.splits["train"].id_kinds,
     )
+
+
+def open_to_pack(spec: RunSpec, transforms: DenseTransforms | None = None, id_kinds: IdKinds | None = None) -> Log:
+    """Open the splits of a spec's log as they are."""
+    train = open_split(spec, "train", id_kinds)
+    splits = {"train": train, "eval": open_split(spec, "eval", train.id_kinds)}
+    if spec.data.log.has_test:
+        splits["test"] = open_split(spec, "test", train.id_kinds)
+
+    def learn() -> DenseTransforms:
+        if transforms is not None:
+            return transforms
+        needed = any(feature.needs_statistics for feature in spec.features.expanded_dense())
+        return DenseTransforms.learn(spec.features, train.dense_blocks(spec.data.statistics_rows) if needed else ())
+
+    return Log(spec=spec, splits=splits, learn=learn)
 
 
 def open_split(spec: RunSpec, split: SplitName, id_kinds: IdKinds | None = None) -> LogSplit:

@@ -205,12 +205,7 @@ def read_row_group(
                 scalars[i] = rest.floats(num_dense + i)
             for i in np.flatnonzero(counts < 0).tolist():
                 bags[i] = rest.bags(i, ids[firsts[i] : firsts[i + 1]])
-    return RawBlock(
-        dense=dense,
-        ids=tuple(ids for ids, _ in bags),
-        offsets=tuple(offsets for _, offsets in bags),
-        **dict(zip(columns.scalars, scalars, strict=True)),
-    )
+    return columns.block_of(dense, bags, dict(zip(columns.scalars, scalars, strict=True)))
 
 
 class _OtherColumns:

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
+from rowstead.records.files import is_figure
+from rowstead.records.plain_files import shown
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
 from rowstead.spec.heads import LABEL_RANGE
@@ -74,6 +76,25 @@ class DenseTransforms:
             for name in ("low", "high", "fill", "shift", "scale")
         }
         return cls(names=tuple(plain["names"]), log=np.array(plain["log"], np.bool_), **vectors)
+
+    @classmethod
+    def from_untrusted(cls, plain: Any, names: Sequence[str]) -> DenseTransforms:
+        """As `from_plain`, for the transforms of these features from a file that somebody else may have written; a ValueError says what is wrong."""
+        if not isinstance(plain, dict) or plain.get("names") != list(names):
+            found = plain.get("names") if isinstance(plain, dict) else plain
+            raise ValueError(f"`transforms.names` is {shown(found)}; the features are {shown(list(names))}")
+        largest = float(np.finfo(np.float32).max)
+        for key in ("low", "high", "fill", "shift", "scale", "log"):
+            values = plain.get(key)
+            if not isinstance(values, list) or len(values) != len(names):
+                raise ValueError(
+                    f"`transforms.{key}` is {shown(values)}; one value for each of {len(names)} features is needed"
+                )
+            for value in values:
+                may_miss = value is None and key in ("low", "high", "fill")
+                if not (isinstance(value, bool) if key == "log" else may_miss or (is_figure(value) and abs(value) <= largest)):
+                    raise ValueError(f"`transforms.{key}` is {shown(value)}")
+        return cls.from_plain(plain)
 
     @classmethod
     def learn(cls, features: FeaturesSpec, blocks: Iterable[RawBlock] = ()) -> DenseTransforms:

@@ -81,6 +81,8 @@ def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable
             if decision is None or decision.reason is None:
                 for text in _read_reasons(rendezvous, codes)[:1]:
                     on_message(text)
+                if decision is None and any(codes) and (lost := decide_restart(codes, restarts_left=0).reason) is not None:
+                    on_message(f"{lost} before all had stopped: progress since the last checkpoint is lost")
                 return exit_code_of(processes.stopped_by) if decision is None else decision.exit_code
         if not decision.restarts:
             on_message(f"{decision.reason}; giving up after {attempt + 1} starts. The last checkpoint is on disk")

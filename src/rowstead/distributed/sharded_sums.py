@@ -20,7 +20,7 @@ from rowstead.distributed.sharded_pieces import Make, Pieces
 from rowstead.distributed.sharding import ShardPiece, piece_layout
 from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
-from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
+from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec, adam_correction
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.state import StatePart, part_of
 
@@ -62,7 +62,7 @@ class ReplicatedTables:
         tables, own = self.layout.tables, self._own(sparse)
         sizes = [table.num_elements for table in tables]
         # Where a row that is read changes even if its gradient is zero, which rows were read is summed as well.
-        counts_reads = ROW_OPTIMIZERS[self._optimizer.kind].moves_without_gradient
+        counts_reads = self._optimizer.moves_without_gradient
         num_rows = [table.num_rows for table in tables] if counts_reads else []
         flat = torch.zeros(sum(sizes) + sum(num_rows), dtype=self._dtype, device=self._device)
         gradients, reads = flat.split([sum(sizes), sum(num_rows)])
@@ -95,10 +95,10 @@ class ReplicatedTables:
 
 
 class ColumnPieces(Pieces):
-    """Column slices under row-wise Adagrad, which divides a row by the squares of all its columns.
+    """Column slices under an optimizer that divides a row by the squares of all its columns: row-wise Adagrad or row-wise Adam.
 
     Every process has the same ids. Each sums the gradients of its slice of a row, all sum their squares, and each applies the
-    result to its slice by gradient descent. The optimizer's state of a row is kept here, the same in every process.
+    result to its slice by gradient descent. The optimizer's state is kept here; what it has per row is the same in every process.
     """
 
     def __init__(
@@ -110,31 +110,58 @@ class ColumnPieces(Pieces):
         optimizer: SparseOptimizerSpec,
         **options: Any,
     ) -> None:
-        super().__init__(layout, pieces, process_group, make, dataclasses.replace(optimizer, kind="sgd"), **options)
-        self._eps = optimizer.eps
-        self._sums = [torch.zeros(t.num_rows, 1, dtype=self.dtype, device=self.device) for t in self.layout.tables]
+        local = dataclasses.replace(optimizer, kind="sgd", l2=0.0)
+        super().__init__(layout, pieces, process_group, make, local, **options)
+        self._optimizer, self._state = optimizer, ROW_OPTIMIZERS[optimizer.kind].state
+        self._states = [
+            {
+                tensor.name: torch.zeros(
+                    table.num_rows, 1 if tensor.is_per_row else table.width, dtype=self.dtype, device=self.device
+                )
+                for tensor in self._state
+            }
+            for table in self.layout.tables
+        ]
 
     def prefetch(self, exchange: IdExchange) -> None:
         """Only wait for the ids: the local store is updated with other batches than it looks up."""
         self.receive(exchange)
 
     def update(self, here: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        assert self.store is not None
         found = sum_by_row(self.layout, here, grad)
+        if self._optimizer.l2:
+            for table, (distinct, summed) in zip(self.layout.tables, found, strict=True):
+                summed.add_(self.store.rows(table.name, distinct), alpha=self._optimizer.l2)
         squares = torch.cat([summed.square().sum(dim=1) for _, summed in found])
         self.process_group.start_all_reduce(squares).wait()
         scaled = []
         by_table = squares.split([distinct.numel() for distinct, _ in found])
-        for table, sums, (distinct, summed), square in zip(self.layout.tables, self._sums, found, by_table, strict=True):
-            total = sums[distinct] + square.unsqueeze(1) / table.whole_shape[1]
-            sums[distinct] = total
-            scaled.append((distinct, summed / (total.sqrt() + self._eps)))
-        assert self.store is not None
+        for table, state, (distinct, summed), square in zip(self.layout.tables, self._states, found, by_table, strict=True):
+            mean = square.unsqueeze(1) / table.whole_shape[1]
+            scaled.append((distinct, self._direction(state, distinct, summed, mean, step)))
         update_rows(self.store, self.layout, scaled, lr=lr, step=step)
+
+    def _direction(self, state: dict[str, Tensor], distinct: Tensor, grad: Tensor, mean: Tensor, step: int) -> Tensor:
+        """What gradient descent subtracts, [U, D of the slice], of gradients whose squares have the mean [U, 1] over whole rows."""
+        rule = self._optimizer
+        if "sum" in state:
+            total = state["sum"][distinct] + mean
+            state["sum"][distinct] = total
+            return grad / (total.sqrt() + rule.eps)
+        moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - rule.beta1)
+        moment2 = torch.lerp(state["moment2"][distinct], mean, 1 - rule.beta2)
+        state["moment1"][distinct], state["moment2"][distinct] = moment1, moment2
+        return adam_correction(rule, step) * moment1 / (moment2.sqrt() + rule.eps)
 
     def parts(self) -> list[StatePart]:
         is_copy = self.process_group.rank > 0
-        sums = zip(self.layout.tables, self._sums, strict=True)
-        return super().parts() + [part_of(f"{table.name}.sum", each, is_copy=is_copy) for table, each in sums]
+        parts = super().parts()
+        for table, state in zip(self.layout.tables, self._states, strict=True):
+            for tensor in self._state:
+                part = part_of(f"{table.name}.{tensor.name}", state[tensor.name], is_copy=is_copy and tensor.is_per_row)
+                parts.append(part if tensor.is_per_row else self._part_of_whole(part))
+        return parts
 
 
 def sum_by_row(layout: Layout, sparse: Sparse, grad: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -47,6 +47,7 @@ from rowstead.spec.fleet import KINDS, FleetSpec
 from rowstead.spec.job import is_multi_process
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
+from rowstead.training.advice import closing_advice
 from rowstead.training.build import ignored_settings
 from rowstead.training.checkpoint_fits import check_fits, id_kinds_in, position_in, transforms_in
 from rowstead.training.device import bf16_fallback, choose_device
@@ -111,7 +112,7 @@ def resume_fleet(
     A log whose files have changed is refused unless `accept_changed_log`.
     """
     callback = callback or NoFleetProgress()
-    folder = RunFolder.open(run, root)
+    folder = RunFolder.open(run, root)  # may be its `best`
     spec = folder.read_spec()
     _check_process(fleet_of(spec))
     with folder.lock():
@@ -126,7 +127,7 @@ def resume_fleet(
         sources = open_sources(spec, *known)
         check_log_files(folder.path, sources, accept_changes=accept_changed_log, on_message=callback.on_message)
         write_log_files(folder.path, sources)
-        return Coordinator(spec, folder, sources, callback).run(saved=saved, is_resumed=True)
+        return Coordinator(spec, RunFolder(folder.path), sources, callback).run(saved=saved, is_resumed=True)
 
 
 def _check_process(fleet: FleetSpec) -> None:
@@ -225,14 +226,14 @@ class Coordinator:
                 supervisor.close()
         record = None
         if outcome.ending != "interrupted":
-            device, kernel = self._device()
-            record = build_record(spec, outcome, device, kernel, usage.figures(), num_processes=1 + len(supervisor.handles))
+            record = build_record(spec, outcome, *self._device(), usage.figures(), num_processes=1 + len(supervisor.handles))
             role_figures = self._figures.for_record(statuses, record.figures.get("cpu_s", 0.0))
             record = dataclasses.replace(record, figures={**record.figures, **role_figures})
             folder.write_record(record)
-        num_lost = self._position.num_lost_updates if record is None else int(record.figures.get("num_lost_updates", 0))
-        if num_lost:
-            callback.on_message(describe_lost_updates(num_lost))
+            for text in closing_advice(spec.train, self._position.step, outcome.quality):
+                callback.on_message(text)
+        if num_lost := self._position.num_lost_updates if record is None else record.figures.get("num_lost_updates", 0):
+            callback.on_message(describe_lost_updates(int(num_lost)))
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
 
     def _open_reporter(self, resumed_step: int | None) -> RunReporter:
@@ -242,13 +243,13 @@ class Coordinator:
         """Build the launcher of the roles. Those that may be on other machines authenticate with keys; those here use Unix sockets."""
         path = self._folder.path
         if self._fleet.start == "here":
-            return ForkServer(path, ROLES_MODULE, environ=role_environment(cores), on_message=self._callback.on_message)
+            environ, on_message = role_environment(cores), self._callback.on_message
+            return ForkServer(path, ROLES_MODULE, environ=environ, on_message=on_message, start_s=self._fleet.start_s)
         create_keys(path)
         if self._fleet.start == "manual":
             return ManualLauncher(path, self._callback.on_message)
         resources = dict.fromkeys(KINDS, RoleResources(num_cpus=self._fleet.ray_cpus))
-        num_gpus = 1.0 if self._spec.device == "cuda" else 0.0
-        threads = self._spec.train.sync.hogwild_threads
+        threads, num_gpus = self._spec.train.sync.hogwild_threads, float(self._spec.device == "cuda")
         resources["trainer"] = RoleResources(num_cpus=threads * self._fleet.ray_cpus, num_gpus=num_gpus)
         return RayRoles(path, self._fleet, resources)
 
@@ -301,20 +302,19 @@ class Coordinator:
         supervisor.wait_ready()  # a server that is being restarted counts too
         self._counts.count()
         unfinished = self._counts.unfinished(self._plans) if ending == "finished" else None
-        if ending == "stopped early":
-            self._run_supervised(evaluate_and_save.restore_best)
-        else:
+        if ending != "stopped early":
             self._run_supervised(model.gather)
-        self._run_supervised(lambda: evaluate_and_save.save(is_changed=ending == "stopped early"))
+        takes_best = unfinished is None and self._run_supervised(lambda: evaluate_and_save.take_best(ending))
+        self._run_supervised(lambda: evaluate_and_save.save(is_changed=takes_best))
         if unfinished is not None:
             raise RowsteadError(
                 f"all trainers have exited after step {self._position.step:,} of {self._total_steps:,}, but nobody asked them to stop: "
                 f"{unfinished}. The model is saved: see the logs under {self._folder.path / ROLES_FOLDER}, and continue with "
                 f"`rowstead train --resume {self._folder.path}`"
             )
-        quality = None if ending == "interrupted" else self._run_supervised(evaluate_and_save.evaluate)
-        num_skipped = self._counts.num_skipped
-        return TrainOutcome(ending, self._position, quality, self._figures.samples_per_s, num_skipped=num_skipped)
+        quality, test = (None, None) if ending == "interrupted" else self._run_supervised(evaluate_and_save.evaluate)
+        speed, num_skipped = self._figures.samples_per_s, self._counts.num_skipped
+        return TrainOutcome(ending, self._position, quality, speed, num_skipped=num_skipped, test=test)
 
     def _save_after(
         self,
@@ -412,8 +412,9 @@ class Coordinator:
         progress = self._figures.progress(rows)
         if progress is None:
             return
-        self._position.step, self._position.num_samples = progress.step, progress.num_samples
-        self._position.train_s, self._position.num_lost_updates = self._figures.train_s, self._figures.num_lost_updates
+        position, figures = self._position, self._figures
+        position.step, position.num_samples = progress.step, progress.num_samples
+        position.train_s, position.num_lost_updates = figures.train_s, figures.num_lost_updates
         self._reporter.on_step(progress)
 
     def _record_role_event(self, event: str, handle: RoleHandle, reason: str) -> None:

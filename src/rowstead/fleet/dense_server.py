@@ -29,6 +29,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from rowstead.fleet.deduplication import Caller
@@ -36,7 +37,7 @@ from rowstead.fleet.dense_server_state import PARAMETERS, ROUND_DEADLINE_S, Dens
 from rowstead.fleet.keys import Keys
 from rowstead.fleet.rpc_server import DeferredReply, Handler, Server
 from rowstead.fleet.wire import Message
-from rowstead.records.files import write_atomic
+from rowstead.records.files import is_figure, write_atomic
 from rowstead.records.plain_files import read_plain, shown
 from rowstead.spec.errors import CheckpointError, RowsteadError
 
@@ -184,10 +185,13 @@ def _flat(message: Message) -> Tensor:
     return message.tensors[0]
 
 
+_MAX_NUMBER = float(torch.finfo(torch.float32).max)
+
+
 def _number(message: Message, key: str) -> float:
     value = message.facts.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise RowsteadError(f"`{message.kind}` needs a number `{key}`, got {value!r}")
+    if not is_figure(value) or not 0 <= value <= _MAX_NUMBER:
+        raise RowsteadError(f"`{message.kind}` needs a number `{key}`, got {str(value)[:40]}")
     return float(value)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rowstead.data.open_log import Sources
+from rowstead.fleet.batch_assignments import parse_log
 from rowstead.fleet.build import read_reader_progress
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
-from rowstead.records.run_folder import RunFolder
+from rowstead.records.run_folder import BEST, RunFolder
 from rowstead.spec.errors import LostProcessError
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
@@ -41,6 +42,19 @@ def run_in_background(work: Callable[[], T]) -> Future[T]:
 def wait_for(future: Future[Any], timeout_s: float) -> bool:
     """Wait for at most `timeout_s`; return whether the work is done."""
     return bool(concurrent.futures.wait([future], timeout_s).done)
+
+
+def position_in_logs(position: Position, progress: Sequence[str]) -> Position:
+    """Return the position of a checkpoint with these assignment logs: what trainers have reported is up to half a second older."""
+    try:
+        readers = [parse_log(text.encode())[1] for text in progress]
+    except ValueError:  # there is none yet
+        return dataclasses.replace(position)
+    num_done, num_assigned = sum(reader.num_done for reader in readers), sum(reader.next_number for reader in readers)
+    num_samples = sum(reader.num_samples for reader in readers)
+    return dataclasses.replace(
+        position, step=num_done, num_samples=round(num_samples * num_done / num_assigned) if num_assigned else 0
+    )
 
 
 class EvaluateAndSave:
@@ -97,19 +111,32 @@ class EvaluateAndSave:
     def save(self, *, is_changed: bool = False) -> None:
         """Save the gathered model, unless the newest checkpoint is of this step and the model has not changed since."""
         if is_changed or self._position.step != self._saved_step:
-            self._write(self._position, read_reader_progress(self._spec, self._folder.path))
+            progress = read_reader_progress(self._spec, self._folder.path)
+            self._write(position_in_logs(self._position, progress), progress)
 
-    def evaluate(self) -> Quality:
-        """Evaluate the gathered model on the whole evaluation split."""
-        quality = self._model.evaluate(self._sources.eval, None)
+    def evaluate(self) -> tuple[Quality, Quality | None]:
+        """Evaluate the gathered model on the whole evaluation split and, if there is one, on the test split."""
+        quality, test = self._evaluate(None), None
+        if self._sources.test is not None:
+            test = self._model.evaluate(self._sources.test, None)
+            self._reporter.write("test", self._position.step, test.figures())
+        return quality, test
+
+    def take_best(self, ending: str) -> bool:
+        """At the end of a run with `early_stop`, load the model of the best evaluation into the fleet, unless it is the last; whether it did."""
+        if ending == "interrupted" or not self._early_stopping.keeps_best:
+            return False
+        if ending == "finished" and self._early_stopping.observe(self._evaluate(self._spec.train.eval_samples)):
+            return False
+        best = checkpoint.load_latest(self._folder.path / BEST, self._reporter.on_message)
+        self._model.load(best, with_optimizer=True)
+        self._reporter.on_message(f"{ending}: restored the weights of the best evaluation, at step {best.step:,}")
+        return True
+
+    def _evaluate(self, max_samples: int | None) -> Quality:
+        quality = self._model.evaluate(self._sources.eval, max_samples)
         self._reporter.on_evaluation(self._position.step, quality)
         return quality
-
-    def restore_best(self) -> None:
-        """Load the model of the best evaluation into the fleet."""
-        best = checkpoint.load_latest(self._folder.path / "best", self._reporter.on_message)
-        self._model.load(best, with_optimizer=True)
-        self._reporter.on_message(f"stopped early: restored the weights of the best evaluation, at step {best.step:,}")
 
     def _next(self, task: str) -> int | None:
         every = self._every[task]
@@ -129,8 +156,8 @@ class EvaluateAndSave:
     # In the background
 
     def _run_task(self, task: str) -> bool:
-        position = dataclasses.replace(self._position)
         progress = read_reader_progress(self._spec, self._folder.path)  # before the rows: newer batches are trained on again
+        position = position_in_logs(self._position, progress)
         self._model.gather()
         if task == "checkpoint":
             self._write(position, progress)
@@ -138,7 +165,7 @@ class EvaluateAndSave:
         quality = self._model.evaluate(self._sources.eval, self._spec.train.eval_samples)
         self._reporter.on_evaluation(position.step, quality)
         if self._early_stopping.observe(quality):
-            self._model.save(self._folder.path / "best", position, keep=1, progress=progress)
+            self._model.save(self._folder.path / BEST, position, keep=1, progress=progress)
         return self._early_stopping.should_stop
 
     def _write(self, position: Position, progress: list[str]) -> None:

@@ -34,9 +34,9 @@ ORPHANED_S = 2.0
 LOG_FILE = "fork_server.log"
 """Under `roles/`: what the fork server itself prints; touched as a sign of life."""
 START_TIMEOUT_S = 120.0
-"""Time for the fork server to import everything."""
-MAX_STARTS = 2
-"""How often a role is requested, if the fork server exits meanwhile."""
+"""Default time for the fork server to import everything."""
+MAX_STARTS = 4
+"""How often a role is requested, if the fork server is killed meanwhile."""
 
 RunRole = Callable[[RoleKind, Path, int, int], int]
 """Runs a role, given its kind, the run's folder, its number and its incarnation; returns the exit code."""
@@ -77,14 +77,17 @@ class ForkServer:
         *,
         environ: Mapping[str, str] | None = None,
         on_message: Callable[[str], None] = lambda text: None,
+        start_s: float = START_TIMEOUT_S,
     ) -> None:
-        self._folder, self._module, self._on_message = folder, module, on_message
+        self._folder, self._module, self._on_message, self._start_s = folder, module, on_message, start_s
         self._log = folder / ROLES_FOLDER / LOG_FILE
         self._environ = role_environment(1) if environ is None else environ
         self._process: subprocess.Popen[bytes] | None = None
         self._activity = FileActivity(self._log)
         self._is_ready = self._is_silent = False
         """Whether it has imported everything and gives signs of life; whether it was killed because it gave none."""
+        self._failure, self._would_fail_again = "", False
+        """Why it exited last, and whether it was not killed by somebody else."""
         self._partial_line = b""
         self._replies: list[dict[str, Any]] = []
         self._running: dict[int, ForkedRole] = {}
@@ -97,9 +100,12 @@ class ForkServer:
         files = RoleFiles(self._folder, kind, number)
         files.address.unlink(missing_ok=True)
         request = json.dumps({"kind": kind, "number": number, "incarnation": incarnation}).encode() + b"\n"
-        if not any(self._has_reply(request) for _ in range(MAX_STARTS)):
-            printed = self._log.read_text()[-2000:]
-            raise RowsteadError(f"roles cannot be started, because the fork server has exited:\n{printed}")
+        self._would_fail_again = False
+        if not any(self._has_reply(request) for _ in range(MAX_STARTS) if not self._would_fail_again):
+            printed = self._log.read_text(errors="replace")[-2000:]
+            raise RowsteadError(
+                f"roles cannot be started: the fork server {self._failure}. The end of {self._log}:\n{printed or '(it printed nothing)'}"
+            )
         role = ForkedRole(self, files, int(self._replies.pop(0)["started"]))
         self._running[role.pid] = role
         self.exit_codes.pop(role.pid, None)
@@ -177,7 +183,7 @@ class ForkServer:
     def _check_alive(self) -> None:
         """Kill a fork server that gives no sign of life; that its output ends is seen next."""
         assert self._process is not None
-        if self._activity.idle_s() > (SILENT_AFTER_S if self._is_ready else START_TIMEOUT_S):
+        if self._activity.idle_s() > (SILENT_AFTER_S if self._is_ready else self._start_s):
             self._is_silent = True
             self._process.kill()
 
@@ -195,6 +201,9 @@ class ForkServer:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         if self._is_silent:
             how = "gave no sign of life and has been killed"
+            if not self._is_ready:
+                how = f"was not ready after {self._start_s:g} s and has been killed: raise `fleet.start_s` if the machine is only slow"
+        self._failure, self._would_fail_again = how, code >= 0 or (self._is_silent and not self._is_ready)
         if self._running:
             self._on_message(f"the fork server {how}, and all roles with it: restarting them")
         for role in list(self._running.values()):

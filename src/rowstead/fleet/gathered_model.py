@@ -148,7 +148,7 @@ class LocalTablesModel:
 
     def evaluate(self, source: Source, max_samples: int | None) -> Quality:
         """Evaluate the newest checkpoint."""
-        return evaluate_run(str(self._folder), root=self._folder.parent)
+        return evaluate_run(str(self._folder), source=source, root=self._folder.parent)
 
     def close(self) -> None:
         """Do nothing: there are no connections."""

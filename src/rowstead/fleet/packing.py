@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Batch, Sparse
-from rowstead.fleet.wire import WireError
+from rowstead.fleet.wire import DEFAULT_LIMITS, WireError
 from rowstead.kernels.layout import Layout
 
 LENGTH_DTYPES = (torch.uint8, torch.int16, torch.int32)
 _MAX_CACHED_BAGS = 1 << 16
 """Batches with at most this many bags of one length have their offsets cached."""
+_MAX_BAGS = DEFAULT_LIMITS.frame_bytes // 8
+"""Of one batch: its offsets are not larger than the largest tensor that can be received."""
 _OPTIONAL = ("labels", "weights", "true_p")
 
 
@@ -74,15 +76,19 @@ def unpack(
     given = iter(tensors)
     try:
         dense = next(given)
-        num_samples, num_features = int(dense.shape[0]), int(facts["features"])
+        num_samples, num_features = int(dense.shape[0]), _read_count(facts["features"])
         optional: dict[str, Any] = {name: next(given) for name in facts["has"] if name in _OPTIONAL}
         sparse = Sparse(ids=torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64), num_features=0)
         if num_features:
             rows = next(given)
             num_bags = num_features * num_samples
-            lengths = int(facts["length"]) if "length" in facts else next(given)
+            if num_bags > _MAX_BAGS:
+                raise WireError(f"a batch has {num_bags:,} bags; the limit is {_MAX_BAGS:,}")
+            lengths = _read_count(facts["length"]) if "length" in facts else next(given)
             if isinstance(lengths, Tensor) and (
-                lengths.dtype not in LENGTH_DTYPES or (lengths.dtype != torch.uint8 and int(lengths.amin()) < 0)
+                lengths.dim() != 1
+                or lengths.dtype not in LENGTH_DTYPES
+                or (lengths.numel() and lengths.dtype != torch.uint8 and int(lengths.amin()) < 0)
             ):
                 raise WireError("invalid lengths of bags")
             offsets = offsets_of(lengths, num_bags)
@@ -96,6 +102,12 @@ def unpack(
     if layout is not None and facts.get("checked") and num_features == layout.num_features:
         sparse = dataclasses.replace(sparse, checked_for=layout)
     return Batch(dense=dense, sparse=sparse, **optional)
+
+
+def _read_count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError
+    return value
 
 
 def fits_int32(layout: Layout) -> bool:

@@ -20,6 +20,7 @@ from rowstead.fleet.batch_assignments import AssignedBatch, AssignmentLog, Holde
 from rowstead.fleet.log_share import EpochEnd, LogShare, NewBatch
 from rowstead.fleet.packing import PackedBatch
 from rowstead.fleet.wire import Message, WireError
+from rowstead.records.plain_files import is_count
 from rowstead.spec.errors import RowsteadError
 
 State = Literal["reading", "drained", "ended", "failed", "replaced"]
@@ -56,17 +57,26 @@ class BatchRequest:
     def from_facts(cls, facts: Mapping[str, Any]) -> BatchRequest:
         """Parse the facts of a message."""
         try:
+            name, last_state = facts["name"], facts.get("last_state", "reading")
+            if not isinstance(name, str) or not isinstance(last_state, str):
+                raise ValueError("a name is not a text")
             return cls(
-                holder=Holder(str(facts["name"]), int(facts["incarnation"])),
-                sequence=int(facts["sequence"]),
-                num_wanted=int(facts["num_wanted"]),
-                held=tuple(map(int, facts.get("held", ()))),
-                done=tuple(map(int, facts.get("done", ()))),
-                last_state=str(facts.get("last_state", "reading")),
+                holder=Holder(name, _read_count(facts["incarnation"])),
+                sequence=_read_count(facts["sequence"]),
+                num_wanted=_read_count(facts["num_wanted"]),
+                held=tuple(map(_read_count, facts.get("held", ()))),
+                done=tuple(map(_read_count, facts.get("done", ()))),
+                last_state=last_state,
                 is_leaving=bool(facts.get("is_leaving")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"not a request for batches: {error!r}") from None
+
+
+def _read_count(value: Any) -> int:
+    if not is_count(value):
+        raise ValueError(f"expected a count, got {str(value)[:40]}")
+    return int(value)
 
 
 SendReply = Callable[[Message], None]

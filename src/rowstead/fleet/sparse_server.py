@@ -16,7 +16,6 @@ restart or when out of memory for batches, it replies `unknown_batch` and the cl
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ from rowstead.fleet.snapshot import SnapshotResult, Snapshots
 from rowstead.fleet.table_shard import TableShard
 from rowstead.fleet.wire import Message
 from rowstead.kernels.layout import layout_of
+from rowstead.records.files import is_figure
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec
 
@@ -43,6 +43,8 @@ KEPT_BATCHES_BYTES = 256 << 20
 SNAPSHOTS_FOLDER = "snapshots"
 JOURNAL = "applied.journal"
 """In the snapshot folder: updates applied so far, so that a restart knows those that are in no snapshot."""
+
+_MAX_LR = float(torch.finfo(torch.float32).max)
 
 
 class SparseServer(Server):
@@ -134,8 +136,8 @@ class SparseServer(Server):
     def _update(self, message: Message, caller: Caller) -> Message:
         facts, client, number = message.facts, _client_of(message), _number(message, "number")
         lr, step = facts.get("lr"), _number(message, "step")
-        if not isinstance(lr, (int, float)) or not math.isfinite(lr):
-            raise DataError(f"lr must be a finite number, got {lr!r}")
+        if not is_figure(lr) or abs(lr) > _MAX_LR:
+            raise DataError(f"lr must be a finite number in 32 bits, got {str(lr)[:40]}")
         if self.shard.optimizer is None:
             raise DataError("this server was created for lookups only")
         if "samples" in facts:
@@ -173,9 +175,9 @@ class SparseServer(Server):
     def _read_rows(self, message: Message, caller: Caller) -> Message:
         table, part = str(message.facts.get("table")), str(message.facts.get("part"))
         if message.tensors:
-            (rows,) = message.tensors
-            if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
-                raise DataError("row numbers must be one-dimensional and int32 or int64")
+            rows = message.tensors[0]
+            if len(message.tensors) > 1 or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+                raise DataError("row numbers must be one tensor, one-dimensional and int32 or int64")
             return Message("read_rows", {}, [self.shard.gather(table, part, rows)])
         start, stop = _number(message, "start", least=0), _number(message, "stop", least=0)
         return Message("read_rows", {}, [self.shard.read(table, part, start, stop)])
@@ -242,5 +244,5 @@ def _client_of(message: Message) -> str:
 def _number(message: Message, name: str, *, least: int = 1) -> int:
     value = message.facts.get(name)
     if type(value) is not int or not least <= value < 2**62:
-        raise DataError(f"`{name}` must be an integer of at least {least}, got {value!r}")
+        raise DataError(f"`{name}` must be an integer of at least {least}, got {str(value)[:40]}")
     return value

@@ -39,9 +39,7 @@ def check_sparse(
     if not layout.num_features:
         return
     num_samples = (offsets.numel() - 1) // layout.num_features
-    has_memory = ids.device.type == "cpu" and not is_functorch_wrapped_tensor(ids)
-    fits = _fits_numba if has_memory else _fits_torch
-    if not fits(layout, ids, offsets, num_samples):
+    if not _fits(layout, ids, offsets, num_samples):
         raise DataError(fault_of(layout, ids.cpu().numpy(), offsets.cpu().numpy(), num_samples))
 
 
@@ -81,6 +79,21 @@ def _check_form(
         )
     if weights is not None and weights.numel() != ids.numel():
         raise DataError(f"there are {weights.numel()} weights for {ids.numel()} ids: give one each")
+
+
+def _fits(layout: Layout, ids: Tensor, offsets: Tensor, num_samples: int) -> bool:
+    """Whether kernels can follow ids and offsets, by the quickest way for where they are."""
+    if is_functorch_wrapped_tensor(ids):
+        return _fits_torch(layout, ids, offsets, num_samples)
+    if ids.device.type == "cpu":
+        return _fits_numba(layout, ids, offsets, num_samples)
+    from rowstead.kernels.choose import has_triton  # which imports this module
+
+    if ids.device.type == "cuda" and has_triton():
+        from rowstead.kernels.gpu.check import fits
+
+        return fits(layout, ids, offsets)
+    return _fits_torch(layout, ids, offsets, num_samples)
 
 
 def _fits_numba(layout: Layout, ids: Tensor, offsets: Tensor, num_samples: int) -> bool:

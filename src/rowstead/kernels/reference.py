@@ -69,8 +69,10 @@ def update(
         distinct, inverse, counts = torch.unique(named, return_inverse=True, return_counts=True)
         # A segmented sum has one order on every device; index_add on a GPU has none.
         summed = torch.segment_reduce(gradients[inverse.argsort(stable=True)], "sum", lengths=counts)
-        change = _RULES[optimizer.kind](states[index], distinct, summed, optimizer, lr, step)
         rows = tables[index]
+        before = rows[distinct].to(summed.dtype)
+        change = _RULES[optimizer.kind](states[index], distinct, summed + optimizer.l2 * before, optimizer, lr, step)
+        change = change + lr * optimizer.weight_decay * before
         if rows.dtype in ROUNDED:  # stochastically
             chance = noise(index, distinct, rows.shape[1], step)
             rows[distinct] = round_to(rows[distinct].float() - change, chance, rows.dtype)
@@ -114,7 +116,10 @@ def _adagrad(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseO
 
 def _adam(state: RowState, distinct: Tensor, grad: Tensor, optimizer: SparseOptimizerSpec, lr: float, step: int) -> Tensor:
     moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - optimizer.beta1)
-    moment2 = torch.lerp(state["moment2"][distinct], grad.square(), 1 - optimizer.beta2)
+    square = grad.square()
+    if optimizer.kind == "rowwise_adam":
+        square = square.mean(dim=1, keepdim=True)
+    moment2 = torch.lerp(state["moment2"][distinct], square, 1 - optimizer.beta2)
     state["moment1"][distinct] = moment1
     state["moment2"][distinct] = moment2
     return lr * adam_correction(optimizer, step) * moment1 / (moment2.sqrt() + optimizer.eps)
@@ -127,7 +132,14 @@ def _momentum(state: RowState, distinct: Tensor, grad: Tensor, optimizer: Sparse
     return lr * velocity
 
 
-_RULES = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _adagrad, "adam": _adam, "momentum": _momentum}
+_RULES = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _adagrad,
+    "adam": _adam,
+    "rowwise_adam": _adam,
+    "momentum": _momentum,
+}
 assert set(_RULES) == set(ROW_OPTIMIZERS), "every row optimizer has a rule"
 
 

@@ -16,8 +16,8 @@ from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, RowOptimizerName, Spars
 RowState = dict[str, Tensor]
 """Optimizer state of one table: for each state tensor's name a tensor [N, D], or [N, 1] if it is per row."""
 
-NUM_SCALARS = 5
-"""That a compiled rule reads of a step: the learning rate and up to four of the optimizer's own."""
+NUM_SCALARS = 7
+"""That compiled rules read of a step: the learning rate, up to four of the optimizer's own, `l2`, and the share of a decoupled decay."""
 
 
 def compute_dtype(rows: torch.dtype) -> torch.dtype:
@@ -36,9 +36,9 @@ def _zeros(rows: Tensor, width: int) -> Tensor:
 
 
 def step_scalars(optimizer: SparseOptimizerSpec, *, lr: float, step: int) -> list[float]:
-    """What compiled rules read of a step: the learning rate, then the optimizer's own scalars, padded with zeros."""
+    """What compiled rules read of a step: see `NUM_SCALARS`; the optimizer's own scalars are padded with zeros."""
     own = ROW_OPTIMIZERS[optimizer.kind].scalars(optimizer, step)
-    return [lr, *own, *[0.0] * (NUM_SCALARS - 1 - len(own))]
+    return [lr, *own, *[0.0] * (NUM_SCALARS - 3 - len(own)), optimizer.l2, lr * optimizer.weight_decay]
 
 
 def state_tensors(kind: RowOptimizerName, states: Sequence[RowState]) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,13 +20,14 @@ from rowstead.spec.features import FeaturesSpec
 from rowstead.spec.heads import HeadKind
 from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
 from rowstead.spec.model import ModelSpec
+from rowstead.spec.network_options import DLRMSpec
 from rowstead.stores.base import EmbeddingStore
 
 
 class DLRMNetwork(Network):
     """The built-in network: a bottom MLP projects dense features, which interact with the pooled rows under a top MLP."""
 
-    def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
+    def __init__(self, inputs: NetworkInputs, options: DLRMSpec) -> None:
         super().__init__(inputs, options)
         spec, num_dense = inputs.model, inputs.num_dense
         self.bottom = None
@@ -41,7 +42,6 @@ class DLRMNetwork(Network):
         dense_width = spec.dense_width if num_dense else 0
         widths = InteractionInputs(width=spec.width, dense_width=dense_width, pooled_width=inputs.pooled_width)
         entry = INTERACTIONS[spec.interaction.kind]
-        self.compiles = entry.compiles
         self.interaction: nn.Module = getattr(layers, entry.layer)(widths, spec.interaction)
         self.top = layers.MLP(
             entry.out_width(widths, spec.interaction),

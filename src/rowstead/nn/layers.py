@@ -16,14 +16,21 @@ from rowstead.kernels.choose import has_triton
 from rowstead.kernels.cpu import linear
 from rowstead.kernels.interaction import pairwise_dots
 from rowstead.spec.interactions import InteractionInputs, InteractionSpec
-from rowstead.spec.model import Norm
+from rowstead.spec.model import ModelSpec, Norm
 
 
 class MLP(nn.Sequential):
-    """Linear layers; each but the last is followed by its norm, ReLU and dropout, the last by ReLU if `last_relu`."""
+    """Linear layers; hidden ones are followed by norm, ReLU and dropout. The last one is hidden if `last_hidden`, else ReLU if `last_relu`."""
 
     def __init__(
-        self, in_width: int, widths: Sequence[int], *, last_relu: bool, norm: Norm = "none", dropout: float = 0.0
+        self,
+        in_width: int,
+        widths: Sequence[int],
+        *,
+        last_relu: bool,
+        last_hidden: bool = False,
+        norm: Norm = "none",
+        dropout: float = 0.0,
     ) -> None:
         layers: list[nn.Module] = []
         for index, width in enumerate(widths):
@@ -31,7 +38,7 @@ class MLP(nn.Sequential):
             nn.init.normal_(linear.weight, std=(2.0 / (in_width + width)) ** 0.5)
             nn.init.normal_(linear.bias, std=(1.0 / width) ** 0.5)
             layers.append(linear)
-            is_hidden = index < len(widths) - 1
+            is_hidden = last_hidden or index < len(widths) - 1
             if is_hidden and norm != "none":
                 layers.append(_NORMS[norm](width))
             if last_relu or is_hidden:
@@ -61,6 +68,12 @@ class MLP(nn.Sequential):
             else:
                 x = layer(x)
         return x
+
+
+def deep_part(in_width: int, model: ModelSpec, *, hidden: Sequence[int] | None = None) -> MLP:
+    """An MLP with one output and with hidden layers, norm and dropout as `model.top` has them; or of these hidden layers, without an output."""
+    widths, has_output = (*model.top, 1) if hidden is None else hidden, hidden is None
+    return MLP(in_width, widths, last_relu=False, last_hidden=not has_output, norm=model.top_norm, dropout=model.top_dropout)
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -149,12 +162,16 @@ _NORMS: dict[Norm, Callable[[int], nn.Module]] = {"batch": BatchNorm, "layer": L
 
 def _fused_layer(x: Tensor) -> Callable[..., Tensor] | None:
     """The fused GPU kernel of a linear layer and its ReLU; None where it does not apply to x."""
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if not (x.is_cuda and known and x.shape[0] > 0 and has_triton()):
+    if not _has_gpu_kernels(x):
         return None
     from rowstead.kernels.gpu.linear import linear
 
     return linear
+
+
+def _has_gpu_kernels(x: Tensor) -> bool:
+    """Whether the GPU kernels of layers apply to x."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[0] > 0 and has_triton()
 
 
 class Concat(nn.Module):
@@ -193,8 +210,11 @@ class Cross(nn.Module):
                 nn.init.xavier_normal_(parameter)
 
     def forward(self, dense: Tensor | None, pooled: Tensor) -> Tensor:
-        start = pooled if dense is None else torch.cat([dense, pooled], dim=1)
-        x = start
+        if not torch.compiler.is_compiling() and _has_gpu_kernels(pooled):
+            from rowstead.kernels.gpu.cross import cross
+
+            return cross(dense, pooled, cast(Sequence[nn.Linear], self.down), cast(Sequence[nn.Linear], self.up))
+        x = start = pooled if dense is None else torch.cat([dense, pooled], dim=1)
         for down, up in zip(self.down, self.up, strict=True):
             x = start * up(down(x)) + x
         return x

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
 from rowstead.spec.features import FeaturesSpec, Table
 from rowstead.spec.model import ModelSpec
+from rowstead.spec.network_options import NetworkSpec
 from rowstead.spec.networks import NETWORKS, NetworkReference, parse_network, require_file
 
 
@@ -59,10 +60,11 @@ class Network(nn.Module):
     instead. The constructor runs under the recipe's seed. Random numbers that `forward` draws in training are seeded at every step.
     """
 
-    compiles = True
-    """Whether training on a GPU compiles the network with torch.compile."""
+    compiles = False
+    """Whether training on a GPU compiles the network with torch.compile: faster for most networks, and resumed runs that draw random
+    numbers, as for dropout, may not be the same bit for bit."""
 
-    def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any]) -> None:
+    def __init__(self, inputs: NetworkInputs, options: Mapping[str, Any] | NetworkSpec) -> None:
         super().__init__()
         self.inputs = inputs
         self._seed = torch.initial_seed()
@@ -142,7 +144,7 @@ def build_network(spec: ModelSpec, features: FeaturesSpec, tables: Sequence[Tabl
     reference = parse_network(spec.network)
     cls = load_class(reference)
     if spec.network in NETWORKS:
-        return cls(inputs, {})
+        return cls(inputs, spec.network_options)
     options = NetworkOptions(spec.options or {})
     try:
         network = cls(inputs, options)

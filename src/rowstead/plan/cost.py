@@ -157,18 +157,23 @@ def _layer_s(timings: Timings, layer: Layer, batch_size: int, precision: Precisi
 
 
 def interaction_s(processor: Processor, work: StepWork, batch_size: int, precision: Precision, *, passes: int) -> float:
-    """Seconds of the interaction: one pass forward, two backward."""
-    touched = passes * batch_size * work.interaction_bytes
+    """Seconds of what is between the linear layers: one pass forward, two backward."""
+    network, touched = work.network, passes * batch_size * work.interaction_bytes
     held = batch_size * work.activation_bytes
-    if processor.timings is not None and work.interaction_flops:
-        timings, vectors = processor.timings, (batch_size, work.num_vectors, work.vector_width)
+    if processor.timings is not None and network.pair_flops:
+        timings, vectors = processor.timings, (batch_size, network.num_vectors, work.vector_width)
         forward_s = timings.interaction_forward.at(*vectors) + timings.fresh_s(batch_size * 4 * work.top[0].inputs)
         back_s = timings.interaction_back.at(*vectors) + timings.fresh_s(batch_size * work.pooled_bytes)
         parts_s = {1: forward_s, 2: back_s, 3: forward_s + back_s}[passes]
         parts_s *= timings.fp32_interaction_factor if precision == "fp32" else 1.0
         return timings.dense.seconds(parts_s, passes / 3 * batch_size * 2 * work.pooled_bytes)
-    products_s = processor.gemm_s(batch_size * passes * work.interaction_flops, precision, num_calls=passes)
-    return products_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
+    flops = batch_size * passes * (network.pair_flops + network.product_flops)
+    products_s = processor.gemm_s(flops, precision, num_calls=passes * network.operators)
+    fresh_s = 0.0
+    if processor.timings is not None:
+        each = 4 * batch_size * network.written / network.operators
+        fresh_s = passes * network.operators * processor.timings.fresh_s(each)
+    return products_s + fresh_s + processor.stream_s(touched, held_bytes=held) / processor.activation_share
 
 
 ADAGRAD_TOUCHES = 5

@@ -132,8 +132,9 @@ def process_bytes(work: StepWork, software: Software, batch_size: int) -> float:
     held together. Writing a checkpoint holds a second copy of parameters and state.
     """
     outputs = [layer.outputs for layer in work.layers]
-    interacted = work.top[0].inputs if work.interaction_flops else 0
-    numbers = sum(outputs) + interacted + 2 * max([*outputs, interacted])
+    interacted = work.top[0].inputs if work.network.pair_flops else 0
+    between = interacted if work.network.pair_flops else work.network.written
+    numbers = sum(outputs) + between + 2 * max([*outputs, interacted])
     parameters = work.dense_bytes * (3 + 2 * work.dense_state_per_parameter)
     sample_bytes = 4 * numbers + 2 * work.pooled_bytes + software.buffered_batches * work.input_bytes
     return software.base_bytes + work.table_bytes + parameters + batch_size * sample_bytes

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
-from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
+from rowstead.spec.network_options import TOUCHES, DLRMSpec, Layer, NetworkWork
+from rowstead.spec.networks import NETWORKS
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import DENSE_STATE
@@ -79,49 +80,44 @@ class TableWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """A linear layer."""
-
-    inputs: int
-    outputs: int
-
-    @property
-    def num_parameters(self) -> int:
-        return (self.inputs + 1) * self.outputs
-
-    @property
-    def forward_flops(self) -> int:
-        """Of one example."""
-        return 2 * self.inputs * self.outputs
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepWork:
     """The work of a step, per example."""
 
     num_dense: int
-    bottom: tuple[Layer, ...]
-    top: tuple[Layer, ...]
-    """The linear layers of the interaction, if it has some, and the top MLP."""
-    num_vectors: int
-    """Vectors that interact."""
+    network: NetworkWork
     vector_width: int
-    """Elements of each of them."""
-    interaction_flops: float
-    """Pairwise products of one example, forward."""
-    interaction_bytes: float
-    """What the interaction reads and writes for one example, forward."""
+    """Elements of each of the network's vectors that are multiplied in pairs."""
     tables: tuple[TableWork, ...]
     dense_state_per_parameter: int
+
+    @property
+    def bottom(self) -> tuple[Layer, ...]:
+        """The linear layers that need no rows."""
+        return self.network.bottom
+
+    @property
+    def top(self) -> tuple[Layer, ...]:
+        """The other linear layers."""
+        return self.network.top
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         return self.bottom + self.top
 
     @property
+    def interaction_bytes(self) -> float:
+        """What the dense part reads and writes outside of linear layers for one example, forward."""
+        return 4 * (self.network.written * self.network.touches + TOUCHES * self._written_after_layers)
+
+    @property
+    def _written_after_layers(self) -> int:
+        """Numbers that norms and dropout write."""
+        return sum(layer.num_following * layer.outputs for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Of the dense part."""
-        return sum(layer.num_parameters for layer in self.layers)
+        return sum(layer.num_parameters for layer in self.layers) + self.network.other_parameters
 
     @property
     def dense_bytes(self) -> int:
@@ -154,8 +150,8 @@ class StepWork:
 
     @property
     def activation_bytes(self) -> float:
-        """What the forward pass of the dense part writes for one example: outputs of layers, and the interaction."""
-        return 4 * sum(layer.outputs for layer in self.layers) + self.interaction_bytes
+        """What the forward pass of the dense part writes for one example."""
+        return 4 * (sum(layer.outputs for layer in self.layers) + self.network.written + self._written_after_layers)
 
     def dense_traffic_bytes(self, batch_size: int) -> float:
         """Bytes that the dense part of a step reads and writes: inputs, outputs and weights in three passes, and the optimizer."""
@@ -165,7 +161,8 @@ class StepWork:
     @property
     def flops(self) -> float:
         """Floating-point operations of one example in a step: the backward pass costs twice the forward pass."""
-        return 3 * (sum(layer.forward_flops for layer in self.layers) + self.interaction_flops)
+        products = self.network.pair_flops + self.network.product_flops
+        return 3 * (sum(layer.forward_flops for layer in self.layers) + products)
 
 
 def record_bytes(spec: RunSpec, width: int, *, trains: bool = True) -> int:
@@ -191,31 +188,19 @@ def with_16_bit_rows(spec: RunSpec) -> RunSpec:
 
 def step_work(spec: RunSpec) -> StepWork:
     """The work of one step of a run."""
-    model, tables = spec.model, tuple(_tables_of(spec))
-    num_dense = len(spec.features.expanded_dense())
-    bottom = _layers(num_dense, (*model.bottom, model.dense_width)) if num_dense else ()
-    dense_width = model.dense_width if num_dense else 0
-    pooled_width = sum(table.width * table.num_features for table in tables)
-    num_vectors = sum(table.num_features for table in tables) + dense_width // model.width
-    interaction = INTERACTIONS[model.interaction.kind]
-    inputs = InteractionInputs(width=model.width, dense_width=dense_width, pooled_width=pooled_width)
-    out_width = interaction.out_width(inputs, model.interaction)
-    inside = tuple(Layer(inputs=before, outputs=after) for before, after in interaction.layers(inputs, model.interaction))
     return StepWork(
-        num_dense=num_dense,
-        bottom=bottom,
-        top=inside + _layers(out_width, (*model.top, 1)),
-        num_vectors=num_vectors,
-        vector_width=model.width,
-        interaction_flops=interaction.flops(inputs, model.interaction),
-        interaction_bytes=4.0 * (inputs.total_width + out_width),
-        tables=tables,
+        num_dense=len(spec.features.expanded_dense()),
+        network=_network_of(spec),
+        vector_width=spec.model.width,
+        tables=tuple(_tables_of(spec)),
         dense_state_per_parameter=len(DENSE_STATE[spec.train.dense_optimizer.kind]),
     )
 
 
-def _layers(inputs: int, widths: tuple[int, ...]) -> tuple[Layer, ...]:
-    return tuple(Layer(inputs=before, outputs=after) for before, after in zip((inputs, *widths), widths, strict=False))
+def _network_of(spec: RunSpec) -> NetworkWork:
+    """The work of the network; a network of the user's own, which is not known here, counts as the DLRM of the same recipe."""
+    options = spec.model.network_options if spec.model.network in NETWORKS else DLRMSpec()
+    return options.work(spec.network_shape)
 
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:

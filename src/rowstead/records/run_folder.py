@@ -22,6 +22,8 @@ from rowstead.spec.yaml_text import read_text
 DEFAULT_ROOT = "runs"
 """Default folder of runs."""
 MAX_SPEC_BYTES = 16 << 20
+BEST = "best"
+"""The checkpoint of the best evaluation, in a run's folder."""
 LAST = "last"
 """Stands for the run that was trained most recently."""
 
@@ -35,6 +37,8 @@ class RunFolder:
     """
 
     path: Path
+    checkpoints_name: str = "checkpoints"
+    """`best` to use the checkpoint of the best evaluation instead of the newest one."""
 
     @property
     def name(self) -> str:
@@ -51,7 +55,11 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / self.checkpoints_name
+
+    @property
+    def is_best(self) -> bool:
+        return self.checkpoints_name == BEST
 
     @property
     def record_file(self) -> Path:
@@ -99,7 +107,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path_or_name: Path | str, root: Path | str) -> RunFolder:
-        """The run at a path, or of that name under `root`, or with `last` the run trained most recently.
+        """The run at a path, or of that name under `root`, or with `last` the run trained most recently; `RUN/best` is its best checkpoint.
 
         A run's folder may come from anybody: one with links in it is refused, since training would write through them.
         """
@@ -110,6 +118,13 @@ class RunFolder:
                 raise RowsteadError(f"there is no run under {root} yet: run `rowstead train` first")
             check_plain_folder(runs[-1].path)
             return runs[-1]
+        if Path(text).name == BEST and str(Path(text).parent) != "." and not cls(Path(text)).spec_file.is_file():
+            run = cls.open(Path(text).parent, root)
+            if not run.path.joinpath(BEST).is_dir():
+                raise RowsteadError(
+                    f"{run.path} has no best evaluation: only runs with train.early_stop keep one. Use {run.path}"
+                )
+            return cls(run.path, BEST)
         for candidate in (cls(root / text), cls(Path(text))):
             if candidate.spec_file.is_file():
                 check_plain_folder(candidate.path)

@@ -133,7 +133,10 @@ def network_note(spec: RunSpec) -> str | None:
     """Says that a network of the user's own is predicted as the built-in one; None for a built-in one."""
     if spec.model.network in NETWORKS:
         return None
-    return f"The layers of {spec.model.network} are not known here: predictions are for the built-in DLRM with this recipe's sizes."
+    return (
+        f"The layers of {spec.model.network} are not known here: predictions are for a DLRM with this recipe's `bottom`, `top` and "
+        "`interaction` instead. Look-ups, row updates and memory for tables are those of your model."
+    )
 
 
 def _print_timeline(best: Prediction) -> None:

@@ -74,6 +74,7 @@ BelowOne = Annotated[float, Bound(lambda value: 0 <= value < 1, "must be at leas
 OneOrMore = Annotated[float, Bound(lambda value: 1 <= value < math.inf, "must be at least 1 and finite, got {}")]
 Seed = Annotated[int, Bound(lambda value: 0 <= value < 2**63, "must be from 0 to 2**63 - 1, got {}")]
 NotEmpty = Annotated[str, Bound(bool, "must not be empty"), at_most(MAX_NAME)]
+FolderPath = Annotated[str, Bound(bool, "must not be empty"), at_most(4096)]
 Origin = Annotated[str, Bound(lambda value: bool(value.strip()), "say where these numbers come from")]
 PlainName = Annotated[str, PLAIN_NAME, at_most(MAX_NAME)]
 Rows = Annotated[AtLeastOne, up_to(MAX_ROWS)]

@@ -16,6 +16,7 @@ from rowstead.spec.bounds import (
     AtLeastOne,
     BelowOne,
     Count,
+    FolderPath,
     InsideZeroToOne,
     NotNegative,
     Processes,
@@ -44,6 +45,8 @@ class LogSpec(Spec):
     """`module:class` of the `LogSplit` that opens this kind of log."""
     cursor_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the cursors of its sources, which checkpoints keep; without them they are not checked."""
+    reading_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that say how the log is read and not what is in it, beside its files: a packed log does not depend on them."""
     label = "label"
     """Label column."""
 
@@ -163,6 +166,7 @@ class FileLogSpec(LogSpec):
     """The key of these logs in `data`."""
     suffixes: ClassVar[tuple[str, ...]]
     """How names of such files end."""
+    reading_keys: ClassVar[tuple[str, ...]] = ("train", "eval", "test", "shuffle_rows", "decode_threads")
 
     train: Annotated[tuple[str, ...], at_most(MAX_FILES)]
     """Files of the training split: local paths, folders, globs, or URLs such as `s3://bucket/log/`."""
@@ -182,6 +186,8 @@ class FileLogSpec(LogSpec):
     """Column of example weights."""
     true_p: str | None = None
     """Column of the true click probability, for synthetic logs."""
+    group: str | None = None
+    """Column of integers or text whose values group rows, such as the user: evaluations report GAUC, the mean AUC within groups."""
     shuffle_rows: Annotated[Count, up_to(10**9)] = 65_536
     """Size of the shuffle window in rows (row groups are shuffled too); 0 keeps file order."""
     decode_threads: Processes | None = None
@@ -266,6 +272,8 @@ class DataSpec(Spec):
     """Read the log from Parquet files."""
     csv: CsvSpec | None = None
     """Read the log from CSV, TSV and the like."""
+    cache: FolderPath | None = None
+    """Folder of the packed log (`rowstead data pack`), which is read instead; packed before training where it is empty or missing."""
     negative_keep_rate: Share = 1.0
     """Share of the negatives that the log kept. Predictions are corrected for it; evaluation weights negatives by its inverse."""
     statistics_rows: AtLeastOne = 1_000_000

@@ -81,8 +81,6 @@ class Interaction:
     """Forward floating-point operations per example outside of `layers`. On a calibrated machine they take the time of pairwise dot products."""
     layers: Callable[[InteractionInputs, InteractionSpec], tuple[tuple[int, int], ...]] = lambda inputs, spec: ()
     """Linear layers inside, as (inputs, outputs)."""
-    compiles: bool = False
-    """Whether a GPU trains a network with it faster compiled by torch.compile than by our kernels of linear layers and dot products."""
     needs_equal_widths: bool = False
     """Whether every table must be as wide as model.width, and there must be a pair."""
 
@@ -106,7 +104,6 @@ INTERACTIONS: dict[InteractionKind, Interaction] = {
         title="cross network",
         description="the low-rank cross network of DCNv2",
         layer="Cross",
-        compiles=True,
         out_width=lambda inputs, spec: inputs.total_width,
         layers=lambda inputs, spec: (
             ((inputs.total_width, spec.cross_rank), (spec.cross_rank, inputs.total_width)) * spec.cross_layers

@@ -1,4 +1,7 @@
-"""Networks: the built-in ones by name, and how `model.network` refers to one of the user's own.
+"""Networks: the registry of the built-in ones, and how `model.network` refers to one of the user's own.
+
+A new built-in network is an entry in `NETWORKS`, its options in `spec/network_options.py`, and a module in `nn/`; tests, planner and docs
+follow from the entry.
 
 `package.module:Class` names a class that Python can import, `path/to/file.py:Class` one in a file.
 """
@@ -11,22 +14,106 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rowstead.spec.errors import RowsteadError, did_you_mean, require
+from rowstead.spec.network_options import (
+    AutoIntSpec,
+    DCNv2Spec,
+    DeepFMSpec,
+    DLRMSpec,
+    FinalMLPSpec,
+    MaskNetSpec,
+    NetworkSpec,
+    WideDeepSpec,
+    XDeepFMSpec,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltinNetwork:
     """A network of this package."""
 
+    title: str
+    """Its name as its authors write it."""
     description: str
     """One line for the docs."""
+    paper: str
+    """Where it is from."""
     module: str
-    """The class, `package.module:Class`."""
+    """The class, `package.module:Class`; it is built with (NetworkInputs, options)."""
+    options: type[NetworkSpec]
+    """The keys of `model.options`, and what the network computes."""
+    reads: tuple[str, ...] = ("top",)
+    """Keys of `model` that shape it, besides `width`; it does not read the other ones."""
+    needs_equal_widths: bool = False
+    """Whether every table must be as wide as model.width."""
+    has_first_order: bool = False
+    """Whether the last column of each row is a first-order weight."""
 
 
-NETWORKS = {
+NETWORKS: dict[str, BuiltinNetwork] = {
     "dlrm": BuiltinNetwork(
-        description="bottom MLP over dense features, interaction, top MLP", module="rowstead.nn.dlrm:DLRMNetwork"
-    )
+        title="DLRM",
+        description="bottom MLP over dense features, interaction, top MLP",
+        paper="Naumov et al. 2019, arXiv:1906.00091",
+        module="rowstead.nn.dlrm:DLRMNetwork",
+        options=DLRMSpec,
+        reads=("bottom", "top", "interaction"),
+    ),
+    "wide_deep": BuiltinNetwork(
+        title="Wide & deep",
+        description="a linear model beside an MLP",
+        paper="Cheng et al. 2016, arXiv:1606.07792",
+        module="rowstead.nn.wide_deep:WideDeep",
+        options=WideDeepSpec,
+        has_first_order=True,
+    ),
+    "deepfm": BuiltinNetwork(
+        title="DeepFM",
+        description="a factorization machine beside an MLP",
+        paper="Guo et al. 2017, arXiv:1703.04247",
+        module="rowstead.nn.deepfm:DeepFM",
+        options=DeepFMSpec,
+        needs_equal_widths=True,
+        has_first_order=True,
+    ),
+    "xdeepfm": BuiltinNetwork(
+        title="xDeepFM",
+        description="a linear model and a compressed interaction network beside an MLP",
+        paper="Lian et al. 2018, arXiv:1803.05170",
+        module="rowstead.nn.xdeepfm:XDeepFM",
+        options=XDeepFMSpec,
+        needs_equal_widths=True,
+        has_first_order=True,
+    ),
+    "autoint": BuiltinNetwork(
+        title="AutoInt",
+        description="self-attention over the fields, beside an MLP",
+        paper="Song et al. 2019, arXiv:1810.11921",
+        module="rowstead.nn.autoint:AutoInt",
+        options=AutoIntSpec,
+        needs_equal_widths=True,
+    ),
+    "dcnv2": BuiltinNetwork(
+        title="DCNv2",
+        description="a cross network beside or under an MLP",
+        paper="Wang et al. 2021, arXiv:2008.13535",
+        module="rowstead.nn.dcnv2:DCNv2",
+        options=DCNv2Spec,
+    ),
+    "masknet": BuiltinNetwork(
+        title="MaskNet",
+        description="blocks that multiply the fields by a mask computed from them, under an MLP",
+        paper="Wang et al. 2021, arXiv:2102.07619",
+        module="rowstead.nn.masknet:MaskNet",
+        options=MaskNetSpec,
+        needs_equal_widths=True,
+    ),
+    "finalmlp": BuiltinNetwork(
+        title="FinalMLP",
+        description="two gated MLPs and a bilinear product of their outputs",
+        paper="Mao et al. 2023, arXiv:2304.00902",
+        module="rowstead.nn.finalmlp:FinalMLP",
+        options=FinalMLPSpec,
+    ),
 }
 
 

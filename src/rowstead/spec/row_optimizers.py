@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rowstead.spec.bounds import AboveZero, BelowOne, Spec
+from rowstead.spec.bounds import AboveZero, BelowOne, NotNegative, Spec
 
-RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "momentum"]
+RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "momentum", "rowwise_adam"]
 """In the order of their codes, which compiled kernels are cached with: append new names."""
 
 STATE_ELEMENT_BYTES = 4
@@ -25,10 +25,14 @@ class SparseOptimizerSpec(Spec):
 
     kind: RowOptimizerName = "rowwise_adagrad"
     """Which one: see the table below."""
-    lr: AboveZero = 0.05
-    """Learning rate after warm-up."""
+    lr: AboveZero = None  # type: ignore[assignment]  # never None after `__post_init__`
+    """Learning rate after warm-up. Default: 0.05, and 0.001 for the Adams, whose steps have the size of the learning rate."""
     eps: AboveZero = 1e-8
     """Added to denominators."""
+    l2: NotNegative = 0.0
+    """L2 penalty: the loss gets l2 / 2 times the squared norm of the rows that a batch reads, so that their gradient gets l2 * row."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled, as in AdamW: a row that a batch reads shrinks by lr * weight_decay of itself, whatever its gradient."""
     beta1: BelowOne = 0.9
     """Adam's decay of the first moment."""
     beta2: BelowOne = 0.999
@@ -37,6 +41,21 @@ class SparseOptimizerSpec(Spec):
     """Decay of the velocity under `momentum`."""
     clip: AboveZero | None = None
     """Largest norm of the gradient of one pooled vector; larger ones are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        if self.lr is None:
+            object.__setattr__(self, "lr", ROW_OPTIMIZERS[self.kind].lr if self.kind in ROW_OPTIMIZERS else 0.05)
+        super().__post_init__()
+
+    @property
+    def decays(self) -> bool:
+        """Whether rows that are read shrink."""
+        return self.l2 > 0 or self.weight_decay > 0
+
+    @property
+    def moves_without_gradient(self) -> bool:
+        """Whether a row that is read changes even if its gradient is zero."""
+        return self.decays or ROW_OPTIMIZERS[self.kind].has_memory
 
 
 @dataclass(frozen=True)
@@ -62,8 +81,10 @@ class RowOptimizer:
     scalars: Callable[[SparseOptimizerSpec, int], tuple[float, ...]] = lambda spec, step: ()
     """What compiled rules read of a step (from 1) besides the learning rate, four numbers at most. They are computed in double precision:
     in FP32, 1 - 0.999 would be off by 1e-5."""
-    moves_without_gradient: bool = False
-    """Whether a row that is read changes even if its gradient is zero."""
+    lr: float = 0.05
+    """The default learning rate."""
+    has_memory: bool = False
+    """Whether a row that is read changes even if its gradient is zero, because of earlier ones."""
     couples_columns: bool = False
     """Whether the update of an element depends on the others of its row, so that columns of a row cannot be updated apart."""
 
@@ -89,6 +110,10 @@ class RowOptimizer:
 def adam_correction(spec: SparseOptimizerSpec, step: int) -> float:
     """Adam's correction of the bias of moments that start at zero, at `step` from 1."""
     return float((1 - spec.beta2**step) ** 0.5 / (1 - spec.beta1**step))
+
+
+def _adam_scalars(spec: SparseOptimizerSpec, step: int) -> tuple[float, ...]:
+    return spec.eps, 1 - spec.beta1, 1 - spec.beta2, adam_correction(spec, step)
 
 
 ROW_OPTIMIZERS: dict[RowOptimizerName, RowOptimizer] = {
@@ -119,8 +144,9 @@ ROW_OPTIMIZERS: dict[RowOptimizerName, RowOptimizer] = {
             "row -= lr * correction(step) * moment1 / (√moment2 + eps)",
             state=(StateTensor("moment1"), StateTensor("moment2")),
             hyper_parameters=("eps", "beta1", "beta2"),
-            scalars=lambda spec, step: (spec.eps, 1 - spec.beta1, 1 - spec.beta2, adam_correction(spec, step)),
-            moves_without_gradient=True,
+            scalars=_adam_scalars,
+            lr=0.001,
+            has_memory=True,
         ),
         RowOptimizer(
             name="momentum",
@@ -129,7 +155,19 @@ ROW_OPTIMIZERS: dict[RowOptimizerName, RowOptimizer] = {
             state=(StateTensor("velocity"),),
             hyper_parameters=("momentum",),
             scalars=lambda spec, step: (spec.momentum,),
-            moves_without_gradient=True,
+            has_memory=True,
+        ),
+        RowOptimizer(
+            name="rowwise_adam",
+            title="row-wise Adam",
+            rule="moment1 += (1 - beta1) * (g - moment1); moment2 += (1 - beta2) * (mean(g²) - moment2); "
+            "row -= lr * correction(step) * moment1 / (√moment2 + eps)",
+            state=(StateTensor("moment1"), StateTensor("moment2", is_per_row=True)),
+            hyper_parameters=("eps", "beta1", "beta2"),
+            scalars=_adam_scalars,
+            lr=0.001,
+            has_memory=True,
+            couples_columns=True,
         ),
     )
 }

@@ -15,7 +15,8 @@ from rowstead.spec.features import FeaturesSpec, Table, tables_of
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.model import ModelSpec
-from rowstead.spec.networks import make_absolute
+from rowstead.spec.network_options import NetworkShape
+from rowstead.spec.networks import NETWORKS, BuiltinNetwork, make_absolute
 from rowstead.spec.parse import errors_in, find_file, merge, override, parse, shipped_names
 from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
 from rowstead.spec.train import TrainSpec
@@ -50,7 +51,7 @@ class RunSpec(Spec):
     kernel: Kernel = "auto"
     """Which embedding kernels run: `auto` takes the fastest for the device, `reference` is plain torch."""
     threads: Processes | None = None
-    """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable cores."""
+    """CPU threads of the dense arithmetic and of the CPU kernels; default: the number of usable physical cores."""
     check_ids: bool = True
     """Check ids and offsets of every batch before the kernels see them."""
     placement: PlacementSpec = "auto"
@@ -66,10 +67,22 @@ class RunSpec(Spec):
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
+        stop = self.train.early_stop
+        has_groups = self.data.files is not None and self.data.files.group is not None
+        needs_groups = stop is not None and stop.monitor == "gauc"
+        require(
+            has_groups or not needs_groups,
+            "train.early_stop.monitor",
+            "`gauc` needs `group` of the log, the column of the groups",
+        )
         if self.fleet is not None:
             self._check_fleet(self.fleet)
+        if self.model.network in NETWORKS:
+            self._check_network(NETWORKS[self.model.network])
+
+    def _check_network(self, entry: BuiltinNetwork) -> None:
         kind, pairs = self.model.interaction.kind, self.model.interaction.pairs
-        if self.model.network == "dlrm" and INTERACTIONS[kind].needs_equal_widths:
+        if "interaction" in entry.reads and INTERACTIONS[kind].needs_equal_widths:
             has_dense, num_sparse = bool(self.features.dense), len(self.features.expanded_sparse())
             require(
                 has_dense or num_sparse > 1,
@@ -87,17 +100,39 @@ class RunSpec(Spec):
                 "model.interaction.pairs",
                 "`sparse_sparse` needs two sparse features, and there is one: add one, or use `both` or `dense_sparse`",
             )
-            for table in self.tables:
-                require(
-                    table.width == self.model.width,
-                    "features",
-                    f"table `{table.name}` has width {table.width}, but `interaction: {kind}` needs every table as wide as "
-                    f"model.width, {self.model.width}: remove its width, or use `concat` or `cross`",
-                )
+            self._require_equal_widths(f"`interaction: {kind}`", "use `concat` or `cross`")
+        if entry.needs_equal_widths:
+            self._require_equal_widths(f"`network: {self.model.network}`", "use another network")
+        for table in self.tables if entry.has_first_order else ():
+            least = f"table `{table.name}` has width 1: the last column of a row is its first-order weight, so give 2 or more"
+            require(table.width > 1, "model.width", least)
+        try:
+            self.model.network_options.check_features(self.network_shape.sparse)
+        except SpecError as error:
+            raise error.within("model") from None
+
+    def _require_equal_widths(self, what: str, otherwise: str) -> None:
+        for table in self.tables:
+            require(
+                table.width == self.model.width,
+                "features",
+                f"table `{table.name}` has width {table.width}, but {what} needs every table as wide as model.width, "
+                f"{self.model.width}: remove its width, or {otherwise}",
+            )
 
     def _check_fleet(self, fleet: FleetSpec) -> None:
         mode = self.train.sync.mode_for(fleet.num_trainers)
         require(mode == "none" or fleet.num_dense > 0, "fleet.num_dense", f"`{mode}` needs a dense server: set dense=1")
+        by_evaluation = self.train.schedule.decay == "plateau"
+        require(
+            not by_evaluation, "train.schedule.decay", "`plateau` does not apply to a fleet, whose trainers follow the step"
+        )
+        uses_batch_norm = "batch" in (self.model.bottom_norm, self.model.top_norm)
+        require(
+            not uses_batch_norm or fleet.tables == "local",
+            "model",
+            "batch norm does not apply to a fleet, whose trainers see different batches and share only parameters: use `layer`",
+        )
         if fleet.tables == "local":
             require(
                 self.train.eval_every is None, "train.eval_every", "cannot be combined with `fleet.tables: local`: remove it"
@@ -121,6 +156,18 @@ class RunSpec(Spec):
     def scaled_fleet(self) -> FleetSpec | None:
         """The fleet to start: the recipe's, at its scale."""
         return None if self.fleet is None else self.fleet.at_scale(self.scale)
+
+    @functools.cached_property
+    def network_shape(self) -> NetworkShape:
+        """What the network is built over."""
+        sparse = self.features.expanded_sparse()
+        width_of = {feature: table.width for table in self.tables for feature in table.features}
+        return NetworkShape(
+            num_dense=len(self.features.expanded_dense()),
+            sparse=tuple(feature.name for feature in sparse),
+            widths=tuple(width_of[feature] for feature in range(len(sparse))),
+            model=self.model,
+        )
 
     @functools.cached_property
     def tables(self) -> tuple[Table, ...]:

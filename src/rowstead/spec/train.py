@@ -6,19 +6,27 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, NotNegative, Spec, ZeroToOne, up_to
+from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, InsideZeroToOne, NotNegative, Spec, ZeroToOne, up_to
 from rowstead.spec.errors import require
 from rowstead.spec.heads import HeadKind
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sync import SyncSpec
 
-DenseOptimizer = Literal["sgd", "adagrad", "adam"]
-DENSE_STATE: dict[DenseOptimizer, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+DenseOptimizer = Literal["sgd", "adagrad", "adam", "adamw"]
+DENSE_STATE: dict[DenseOptimizer, tuple[str, ...]] = {
+    "sgd": (),
+    "adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
 """State tensors per parameter, under torch.optim's names."""
-LR_EXPONENT: dict[DenseOptimizer, float] = {"sgd": 1.0, "adagrad": 0.5, "adam": 1.0}
+LR_EXPONENT: dict[DenseOptimizer, float] = {"sgd": 1.0, "adagrad": 0.5, "adam": 1.0, "adamw": 1.0}
 """With T steps at learning rate lr an optimizer gets as far as lr * T ** exponent."""
+DENSE_LR: dict[DenseOptimizer, float] = {"sgd": 0.02, "adagrad": 0.02, "adam": 0.001, "adamw": 0.001}
+"""Default learning rates."""
 MAX_WARMUP = 6
 """The warm-up of `sync` takes at most one in so many steps of a run."""
+Monitor = Literal["ne", "auc", "logloss", "mse", "gauc"]
 CheckpointFormat = Literal["exact", "fp16", "int8"]
 
 
@@ -28,8 +36,8 @@ class DenseOptimizerSpec(Spec):
 
     kind: DenseOptimizer = "adagrad"
     """Which optimizer of torch.optim."""
-    lr: AboveZero = 0.02
-    """Learning rate after warm-up."""
+    lr: AboveZero = None  # type: ignore[assignment]  # never None after `__post_init__`
+    """Learning rate after warm-up. Default: 0.02, and 0.001 for `adam` and `adamw`."""
     eps: AboveZero = 1e-8
     """Added to denominators."""
     beta1: BelowOne = 0.9
@@ -37,9 +45,14 @@ class DenseOptimizerSpec(Spec):
     beta2: BelowOne = 0.999
     """Adam's decay of the second moment."""
     weight_decay: NotNegative = 0.0
-    """L2 penalty."""
+    """L2 penalty: gradients get weight_decay * parameter. With `adamw` decoupled: parameters shrink by lr * weight_decay of themselves."""
     clip: AboveZero | None = None
     """Largest global norm of the dense gradients; larger ones are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        if self.lr is None:
+            object.__setattr__(self, "lr", DENSE_LR.get(self.kind, 0.02))
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +61,26 @@ class ScheduleSpec(Spec):
 
     warmup_steps: Count = 0
     """Steps over which learning rates rise linearly from 0."""
-    decay: Literal["none", "linear", "cosine"] = "none"
-    """Shape of the decay after the warm-up, to `final` at the last step."""
+    decay: Literal["none", "linear", "cosine", "plateau"] = "none"
+    """Shape of the decay after the warm-up, to `final` at the last step. `plateau` lowers the rates when evaluations stop improving."""
     final: ZeroToOne = 0.0
-    """Fraction of the learning rate at the last step."""
+    """Fraction of the learning rate at the last step; with `plateau` the lowest fraction."""
+    factor: InsideZeroToOne = 0.1
+    """With `plateau`: what the learning rates are multiplied by."""
+    patience: AtLeastOne = 1
+    """With `plateau`: evaluations without a better `early_stop.monitor` before the learning rates are lowered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopSpec(Spec):
-    """Stop when the evaluation no longer improves."""
+    """Stop when the evaluation no longer improves. The weights of the best evaluation are those of the run, whatever ended it."""
 
+    monitor: Monitor | None = None
+    """The measure that must improve. Default: NE, or MSE under `loss: mse`."""
     patience: AtLeastOne = 3
-    """Evaluations without a better NE (a better MSE under `loss: mse`) before the run stops."""
+    """Evaluations without a better measure before the run stops."""
     min_delta: NotNegative = 0.0
-    """How much lower it must be to count as better."""
+    """By how much it must be better to count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +95,8 @@ class TrainSpec(Spec):
     """Stop after so many steps, if that is before the last epoch ends."""
     loss: HeadKind = "bce"
     """The loss, which also decides what a prediction is."""
+    label_smoothing: BelowOne = 0.0
+    """In training, labels move by this share towards 0.5: 0.1 makes 0 and 1 to 0.05 and 0.95."""
     sparse_optimizer: SparseOptimizerSpec = SparseOptimizerSpec()
     """For embedding rows."""
     dense_optimizer: DenseOptimizerSpec = DenseOptimizerSpec()
@@ -115,6 +136,8 @@ class TrainSpec(Spec):
             is_used, "checkpoint_format", "applies only to checkpoints that are not full: set `full_checkpoint_every` above 1"
         )
         require(self.early_stop is None or self.eval_every is not None, "early_stop", "needs `eval_every` to be set")
+        follows = self.schedule.decay == "plateau"
+        require(not follows or self.eval_every is not None, "schedule.decay", "`plateau` needs `eval_every` to be set")
 
     def resolve_sync(self, num_trainers: int) -> TrainSpec:
         """Fill in what `sync` leaves to the number of trainers."""

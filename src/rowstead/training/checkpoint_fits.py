@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rowstead.data.columns import IdKinds
@@ -54,6 +53,8 @@ def architecture(spec: RunSpec) -> dict[str, Any]:
     """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
     features, model = to_plain(spec.features, defaults=False), to_plain(spec.model, defaults=False)
     facts = {"features": features, "model": model, "scale": spec.scale}
+    if spec.model.network in NETWORKS and "options" in model:
+        model["options"] = to_plain(spec.model.network_options, defaults=False)  # a later version may have more of them
     network = parse_network(spec.model.network)
     if network.is_file:
         model["network"] = f"{Path(network.source).name}:{network.class_name}"  # the folder may move
@@ -92,7 +93,7 @@ def _is_position(key: str, value: Any) -> bool:
     """Whether a value is one that this field of a Position can have."""
     if key == "cursor":
         return value is None or (isinstance(value, dict) and len(value) <= 16 and all(map(is_count, value.values())))
-    if key == "train_s":
+    if key in ("train_s", "lr_scale", "label_weight", "label_sum"):
         return is_figure(value) and value >= 0
     if key == "best":
         return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value))
@@ -101,19 +102,11 @@ def _is_position(key: str, value: Any) -> bool:
 
 def transforms_in(spec: RunSpec, saved: Checkpoint) -> DenseTransforms:
     """The dense transforms that were learned on the training split."""
-    plain, names = _fact(saved, "transforms", dict), [feature.name for feature in spec.features.expanded_dense()]
-    if plain.get("names") != names:
-        raise _invalid(saved, "transforms.names", plain.get("names"), f"; the features are {shown(names)}")
-    largest = float(np.finfo(np.float32).max)
-    for key in ("low", "high", "fill", "shift", "scale", "log"):
-        values = plain.get(key)
-        if not isinstance(values, list) or len(values) != len(names):
-            raise _invalid(saved, f"transforms.{key}", values, f"; one value for each of {len(names)} features is needed")
-        for value in values:
-            may_miss = value is None and key in ("low", "high", "fill")
-            if not (isinstance(value, bool) if key == "log" else may_miss or (is_figure(value) and abs(value) <= largest)):
-                raise _invalid(saved, f"transforms.{key}", value)
-    return DenseTransforms.from_plain(plain)
+    names = [feature.name for feature in spec.features.expanded_dense()]
+    try:
+        return DenseTransforms.from_untrusted(_fact(saved, "transforms", dict), names)
+    except ValueError as error:
+        raise invalid(saved.path, MANIFEST, f"`facts.{str(error)[1:]}") from None
 
 
 def id_kinds_in(spec: RunSpec, saved: Checkpoint) -> IdKinds:
@@ -184,7 +177,7 @@ def _build_untrained(spec: RunSpec) -> Network:
 
 
 def _optimizer_tensors(spec: RunSpec, saved: Checkpoint, network: Network) -> Expected:
-    """What the dense optimizer needs, of the parameters that the checkpoint has state of: Adam keeps none of a parameter without gradients."""
+    """What the dense optimizer needs, of the parameters that the checkpoint has state of: Adam and AdamW keep none of a parameter without gradients."""
     parameters, kind = list(network.parameters()), spec.train.dense_optimizer.kind
     keys = (*DENSE_STATE[kind], "step") if DENSE_STATE[kind] else ()
     names = {f"optimizer.{index}.{key}": index for index in range(len(parameters)) for key in keys}
@@ -197,7 +190,7 @@ def _optimizer_tensors(spec: RunSpec, saved: Checkpoint, network: Network) -> Ex
             )
         if name in names:
             found.add(names[name])
-    if found and kind != "adam":
+    if found and kind not in ("adam", "adamw"):
         found = set(range(len(parameters)))
     expected = Expected()
     for index in sorted(found):

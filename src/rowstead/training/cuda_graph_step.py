@@ -21,7 +21,7 @@ from rowstead.data.batch import Batch, Sparse
 from rowstead.kernels.gpu.dense_optimizer import GpuDenseOptimizer
 from rowstead.kernels.gpu.embedding import UpdatePlan, host_scalars, summing_order
 from rowstead.kernels.gpu.linear import defer_weight_gradients
-from rowstead.kernels.row_state import step_scalars
+from rowstead.kernels.row_state import NUM_SCALARS, step_scalars
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.cost import Cost
 from rowstead.records.timers import Timers
@@ -40,7 +40,7 @@ sort of the row update takes notice."""
 SLOTS = 64
 """Steps that may be in flight before the host waits for the oldest."""
 _DENSE_NUMBERS = slice(8, 15)
-_ROW_NUMBERS = slice(0, 6)
+_ROW_NUMBERS = slice(0, NUM_SCALARS + 1)
 
 
 def can_capture(model: DLRM) -> bool:
@@ -258,8 +258,7 @@ class CudaGraphExecution(Execution):
         self._planning.wait_stream(self._stream)
         with torch.cuda.stream(self._planning):
             self._current.plan = self._store.plan_update(batch.sparse, scalars=self._numbers[_ROW_NUMBERS])
-        dtype = self._net.pooled_dtype(batch.num_samples)
-        return lambda: self._store.lookup_unchecked(batch.sparse, dtype).requires_grad_()
+        return lambda: self._store.lookup_unchecked(batch.sparse, self._net.pooled_dtype).requires_grad_()
 
     def project(self, dense: Tensor) -> Tensor | None:
         return self._net.project(dense)

@@ -28,13 +28,28 @@ def choose_device(spec: RunSpec) -> torch.device:
 
 @contextlib.contextmanager
 def set_threads(count: int | None = None) -> Iterator[None]:
-    """Set the number of torch's CPU threads within a block; by default one per usable core."""
+    """Set the number of torch's CPU threads within a block; by default one per usable physical core.
+
+    Two hardware threads of a core share its arithmetic and its caches, and one that waits for the others slows the one that works.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(count or min(before, container_cores() or before))
+    torch.set_num_threads(count or min(before, physical_cores(), container_cores() or before))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Physical cores that this process may run on: hardware threads of the same core count once, where the system tells."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = set()
+    for cpu in usable:
+        try:
+            siblings.add((cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)
 
 
 def container_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:

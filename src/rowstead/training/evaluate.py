@@ -68,8 +68,12 @@ def evaluate(
     max_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    train_rate: float | None = None,
 ) -> Quality:
-    """Measure the model's Quality on a split, or on its first `max_samples` examples; `progress` is called with the number done and the total."""
+    """Measure the model's Quality on a split, or on its first `max_samples` examples.
+
+    `progress` is called with the number done and the total. `train_rate` is the mean label of the training split, if it is known.
+    """
     evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
     for batch, logits in predict_logits(model, source, device=device, max_samples=max_samples, process_group=process_group):
         if batch.labels is None:
@@ -77,7 +81,8 @@ def evaluate(
         wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)
         weights = None if batch.weights is None else batch.weights.numpy()[wanted]
         true_p = None if batch.true_p is None else batch.true_p.numpy()[wanted]
-        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p)
+        groups = None if batch.groups is None else batch.groups.numpy()[wanted]
+        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p, groups)
         if progress is not None:
             progress(evaluation.num_samples, source.num_samples)
-    return evaluation.quality()
+    return evaluation.quality(train_rate)

@@ -82,8 +82,8 @@ class Replica:
 
 @torch.no_grad()
 def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that Adam would create at its first step; the other optimizers have theirs from the start."""
-    if not isinstance(optimizer, torch.optim.Adam):
+    """Create the state that Adam and AdamW would create at its first step; the other optimizers have theirs from the start."""
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

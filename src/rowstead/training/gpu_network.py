@@ -38,9 +38,10 @@ class GpuNetwork:
         """The parameters that get gradients, in the order of the model's."""
         return list(self.module.parameters())
 
-    def pooled_dtype(self, num_samples: int) -> torch.dtype | None:
+    @property
+    def pooled_dtype(self) -> torch.dtype | None:
         """The type in which pooled rows and their gradients are handed over; None for that of the sums."""
-        return self._dtype if self._is_compiled and num_samples == self._batch_size else None
+        return self._dtype
 
     def project(self, dense: Tensor) -> Tensor | None:
         """`Network.project` of dense features [B, Fd]."""

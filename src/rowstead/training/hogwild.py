@@ -111,6 +111,7 @@ class HogwildStepper(Stepper):
 
     def _run_in_thread(self, batch: Batch, number: int) -> float:
         worker = self._free.get()
+        worker.lr_scale = self.lr_scale
         try:
             return worker.step(batch, number)
         finally:

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from rowstead.data.batch import Batch
+from rowstead.data.batch import Batch, StagedBatch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.row_order import Cursor
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.cost import Cost, counted
+from rowstead.records.run_folder import BEST
 from rowstead.records.timers import Timers
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError, TrainingError
@@ -47,6 +48,7 @@ class TrainOutcome:
     ending: Ending
     position: Position
     quality: Quality | None
+    """On the evaluation split, of the weights that the run ships."""
     samples_per_s: float | None
     """Samples over training time, see `Throughput`; None without steps."""
     phase_s: dict[Phase, float] = field(default_factory=dict)
@@ -54,6 +56,10 @@ class TrainOutcome:
     """Bad rows that this process skipped; None for a log that cannot have any."""
     reading: ReaderReport | None = None
     """Whether the reader kept up; None without steps."""
+    test: Quality | None = None
+    """On the test split, of the same weights; None without one."""
+    train_ne: float | None = None
+    """Of the last steps, of predictions made before each update."""
 
 
 @dataclass
@@ -70,7 +76,7 @@ class _PendingLoss:
 class Loop:
     """Drives a Stepper over the training split of `sources`.
 
-    `position` is that of the checkpoint to continue from. `facts` go into every checkpoint. `stop_requested` is polled after each step.
+    `position` is that of the checkpoint to continue from, which is one of the run's newest ones if it `is_saved`. `facts` go into every checkpoint. `stop_requested` is polled after each step.
     """
 
     def __init__(
@@ -87,11 +93,12 @@ class Loop:
         stop_requested: Callable[[], bool] = lambda: False,
         profile: bool = False,
         changes: CheckpointChanges | None = None,
+        is_saved: bool = True,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.spec, self.stepper = spec, stepper
         self.train_source = sources.train.pin_memory() if device.type == "cuda" else sources.train
-        self.eval_source = sources.eval
+        self.eval_source, self.test_source = sources.eval, sources.test
         self.device, self.folder, self.facts, self.reporter = device, folder, facts, reporter
         self.position = position or Position()
         self.timers: Timers = stepper.timers
@@ -99,6 +106,7 @@ class Loop:
         self._stop_requested = stepper.execution.agree_on_stop(stop_requested)
         stepper.on_message = reporter.on_message
         self._early_stopping = EarlyStopping(spec.train, self.position)
+        stepper.lr_scale = self.position.lr_scale
         self._profiler = None
         if profile and self.process_group.rank == 0:
             trace, step = folder / "trace.json", self.position.step
@@ -108,7 +116,7 @@ class Loop:
         self._throughput = Throughput()
         self._reader_cost = Cost()
         """Processor time per sample of the thread that reads batches."""
-        self._saved_step = self.position.step if position else -1
+        self._saved_step = self.position.step if position and is_saved else -1
         self._changes = changes or CheckpointChanges(spec.train, stepper.model.store.tables)
 
     def run(self) -> TrainOutcome:
@@ -135,10 +143,14 @@ class Loop:
                 position.epoch, position.cursor = position.epoch + 1, None
         if position.step == 0 and ending == "finished":
             raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
-        self.save()
+        quality = test = None
+        if ending == "interrupted":
+            self.save()
+        else:
+            quality = self._finish(ending)
+            test = self._evaluate_on_test()
         self._end_profile()
         reading = self._report_reader()
-        quality = None if ending == "interrupted" else self._evaluate(max_samples=None)
         return TrainOutcome(
             ending=ending,
             position=position,
@@ -147,7 +159,22 @@ class Loop:
             phase_s=self.timers.totals_s(),
             num_skipped=self._report_skipped(),
             reading=reading,
+            test=test,
+            train_ne=self._train_ne(),
         )
+
+    def _finish(self, ending: Ending) -> Quality:
+        """Save the weights that the run ships, those of the best evaluation if it looks for one, and evaluate them."""
+        quality = None
+        if self._early_stopping.keeps_best and ending == "finished":
+            quality = self._evaluate(max_samples=self.spec.train.eval_samples)
+            if not self._early_stopping.observe(quality):
+                self._restore_best(ending)
+                quality = None
+            elif self.spec.train.eval_samples is not None:
+                quality = None
+        self.save()
+        return quality or self._evaluate(max_samples=None)
 
     def _run_epoch(self) -> Ending:
         """Train on the rest of the current epoch."""
@@ -165,6 +192,8 @@ class Loop:
                 position.step += 1
                 position.cursor = cursor
                 position.num_samples += totals.num_samples
+                position.label_weight += totals.weight
+                position.label_sum += totals.weight * totals.mean_label
                 self._collect_losses(self._max_pending())
                 step_s = time.perf_counter() - started
                 waited_s = self.timers.phase(Phase.DATA).total_ns * 1e-9
@@ -174,7 +203,7 @@ class Loop:
                 if self._profiler is not None:
                     self._profiler.after_step()
                 if self._evaluate_and_save():
-                    self._restore_best()
+                    self._restore_best("stopped early")
                     return "stopped early"
                 if self._stop_requested():
                     return "interrupted"
@@ -188,16 +217,16 @@ class Loop:
 
     # Batches
 
-    def _batches(self) -> Iterator[tuple[Batch, Cursor]]:
+    def _batches(self) -> Iterator[tuple[StagedBatch, Cursor]]:
         """The rest of the epoch; the thread that prefetches runs all of it."""
         batch_size, position = self.spec.train.batch_size, self.position
-        batches: Iterator[tuple[Batch, Cursor]]
-        batches = self.train_source.batches(batch_size, epoch=position.epoch, cursor=position.cursor)
+        read = self.train_source.staged_batches if self.device.type == "cuda" else self.train_source.batches
+        batches: Iterator[tuple[StagedBatch, Cursor]] = read(batch_size, epoch=position.epoch, cursor=position.cursor)
         if self._profiler is not None:
             batches = self._profiler.reading(batches)
         return counted(batches, self._reader_cost, lambda item: item[0].num_samples)
 
-    def _time_waiting(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Cursor]]:
+    def _time_waiting(self, batches: Iterator[tuple[StagedBatch, Cursor]]) -> Iterator[tuple[StagedBatch, Cursor]]:
         while True:
             with self.timers.phase(Phase.DATA):
                 item = next(batches, None)
@@ -205,11 +234,11 @@ class Loop:
                 return
             yield item
 
-    def _on_device(self, batches: Iterator[tuple[Batch, Cursor]]) -> Iterator[tuple[Batch, Batch, Cursor]]:
+    def _on_device(self, batches: Iterator[tuple[StagedBatch, Cursor]]) -> Iterator[tuple[StagedBatch, Batch, Cursor]]:
         """Each batch as read, and on the device that trains."""
         if self.device.type == "cuda":
             return copy_ahead(batches, self.device)
-        return ((batch, batch, cursor) for batch, cursor in batches)
+        return ((batch, batch.to(self.device), cursor) for batch, cursor in batches)
 
     # Losses
 
@@ -236,7 +265,8 @@ class Loop:
         spec, step = self.spec.train, self.position.step
         if spec.eval_every is not None and step % spec.eval_every == 0 and not self._is_done():
             if self._early_stopping.observe(self._evaluate(max_samples=spec.eval_samples)):
-                self._write_checkpoint(self.folder / "best", keep=1)
+                self._write_checkpoint(self.folder / BEST, keep=1)
+            self.stepper.lr_scale = self.position.lr_scale
             if self._early_stopping.should_stop:
                 return True
         if spec.checkpoint_every is not None and step % spec.checkpoint_every == 0:
@@ -253,8 +283,26 @@ class Loop:
                 negative_keep_rate=self.spec.data.negative_keep_rate,
                 max_samples=max_samples,
                 process_group=self.process_group,
+                train_rate=self.position.train_rate(self.spec.data.negative_keep_rate),
             )
         self.reporter.on_evaluation(self.position.step, quality)
+        return quality
+
+    def _evaluate_on_test(self) -> Quality | None:
+        """Evaluate on the test split, if there is one: once, at the end, so that nothing is chosen by it."""
+        if self.test_source is None:
+            return None
+        keep_rate = self.spec.data.negative_keep_rate
+        with self.timers.phase(Phase.EVALUATION):
+            quality = evaluate(
+                self.stepper.model,
+                self.test_source,
+                device=self.device,
+                negative_keep_rate=keep_rate,
+                process_group=self.process_group,
+                train_rate=self.position.train_rate(keep_rate),
+            )
+        self.reporter.write("test", self.position.step, quality.figures())
         return quality
 
     def save(self) -> None:
@@ -284,14 +332,18 @@ class Loop:
                 process_group=self.process_group,
             )
 
-    def _restore_best(self) -> None:
-        """After early stopping, load the weights of the best evaluation."""
-        best = checkpoint.load_latest(self.folder / "best", self.reporter.on_message, process_group=self.process_group)
+    def _restore_best(self, ending: Ending) -> None:
+        """At the end of a run, load the weights of the best evaluation."""
+        best = checkpoint.load_latest(self.folder / BEST, self.reporter.on_message, process_group=self.process_group)
         self.stepper.load_state(best.tensors)
         self._changes.forget()
-        self.reporter.on_message(f"stopped early: restored the weights of the best evaluation, at step {best.step:,}")
+        self._saved_step = -1
+        self.reporter.on_message(f"{ending}: restored the weights of the best evaluation, at step {best.step:,}")
 
     # Reports
+
+    def _train_ne(self) -> float | None:
+        return self._moving_loss.ne if HEADS[self.spec.train.loss].measure == "ne" else None
 
     def _report_step(self) -> None:
         position, moving = self.position, self._moving_loss
@@ -303,7 +355,7 @@ class Loop:
                 loss=moving.loss,
                 samples_per_s=self._throughput.samples_per_s or 0.0,
                 waiting_share=self._throughput.waiting_share,
-                ne=moving.ne if HEADS[self.spec.train.loss].measure == "ne" else None,
+                ne=self._train_ne(),
             )
         )
 

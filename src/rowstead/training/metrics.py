@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.heads import HEADS, HeadKind
+from rowstead.spec.train import Monitor
 
 Floats = NDArray[np.float64]
 
@@ -44,9 +45,13 @@ class Quality:
     mean_prediction: float
     ne: float | None = None
     """Log loss over the log loss of the set's mean label; None if all labels are equal."""
+    ne_train_rate: float | None = None
+    """Log loss over the log loss of the training split's mean label, which is all that is known before the set is seen."""
     auc: float | None = None
     auc_error: float | None = None
     """Upper bound of the error of `auc`; 0 if it is exact."""
+    gauc: float | None = None
+    """The AUC within groups, such as users: the mean over groups with both classes, weighted by their examples. None without groups."""
     calibration: float | None = None
     """Mean prediction over mean label."""
     ne_expected: float | None = None
@@ -56,9 +61,12 @@ class Quality:
     reliability: Reliability | None = None
     """Predictions against labels, group by group."""
 
-    def early_stop_measure(self, head: HeadKind) -> float:
-        """The measure that early stopping follows; MSE where the set has no NE."""
-        return self.mse if HEADS[head].measure == "mse" or self.ne is None else self.ne
+    def monitored(self, monitor: Monitor | None, head: HeadKind) -> float:
+        """The measure that early stopping follows, so that lower is better: AUC as -AUC. MSE where the set has no NE or AUC."""
+        auc, gauc = (None if value is None else -value for value in (self.auc, self.gauc))
+        values = {"ne": self.ne, "auc": auc, "logloss": self.log_loss, "mse": self.mse, "gauc": gauc}
+        value = values[monitor or HEADS[head].measure]
+        return self.mse if value is None else value
 
     def figures(self) -> dict[str, float]:
         """The measures that are a number, by name."""
@@ -73,6 +81,8 @@ class Evaluation:
         self._shift = float(np.log(negative_keep_rate))
         self._exact_auc_samples = exact_auc_samples
         self._kept: list[tuple[NDArray[np.float32], Floats, Floats]] = []
+        self._groups: list[NDArray[np.int64]] | None = []
+        """Of the examples in `_kept`; None if some have no group, or where scores are binned."""
         self._bins: tuple[Floats, Floats] | None = None
         self.num_samples = 0
         self._num_truths = 0
@@ -86,8 +96,9 @@ class Evaluation:
         labels: NDArray[np.float32],
         weights: NDArray[np.float32] | None = None,
         true_p: NDArray[np.float32] | None = None,
+        groups: NDArray[np.int64] | None = None,
     ) -> None:
-        """Add one batch: logits [B] before any correction, labels [B], example weights [B], true_p [B]."""
+        """Add one batch: logits [B] before any correction, labels [B], example weights [B], true_p [B], groups [B]."""
         if not np.isfinite(logits).all():
             raise TrainingError(
                 "the model's predictions are not finite: training diverged. Train again with lower learning rates, "
@@ -117,10 +128,14 @@ class Evaluation:
         index = ((np.clip(z, -_MAX_LOGIT, _MAX_LOGIT) + _MAX_LOGIT) * ((_LOGIT_BINS - 1) / (2 * _MAX_LOGIT))).astype(np.int64)
         for row, values in enumerate((positive + negative, prediction * (positive + negative), positive)):
             self._by_logit[row] += np.bincount(index, weights=values, minlength=_LOGIT_BINS)
+        if groups is None:
+            self._groups = None
+        elif self._groups is not None:
+            self._groups.append(groups)
         self._keep_for_auc(logits.astype(np.float32), positive, negative)
 
-    def quality(self) -> Quality:
-        """The measures over all batches so far."""
+    def quality(self, train_rate: float | None = None) -> Quality:
+        """The measures over all batches so far; `train_rate` is the mean label of the training split."""
         sums, total = self._sums, self._sums["weight"]
         if self.num_samples == 0 or total <= 0:
             raise DataError("there is nothing to evaluate: the evaluation split has no examples of positive weight")
@@ -139,8 +154,10 @@ class Evaluation:
             mean_label=mean_label,
             mean_prediction=sums["prediction"] / total,
             ne=log_loss / base if mixed else None,
+            ne_train_rate=None if train_rate is None else log_loss / _cross_entropy(mean_label, train_rate),
             auc=auc,
             auc_error=auc_error,
+            gauc=self._gauc(),
             calibration=sums["prediction"] / sums["label"] if sums["label"] > 0 else None,
             ne_expected=sums["expected"] / true_weight / truth_base if knows_truth else None,
             ne_best=sums["best"] / true_weight / truth_base if knows_truth else None,
@@ -171,6 +188,7 @@ class Evaluation:
                 self._bins[0][:] += np.bincount(index, weights=kept_positive, minlength=1 << _BIN_BITS)
                 self._bins[1][:] += np.bincount(index, weights=kept_negative, minlength=1 << _BIN_BITS)
             self._kept.clear()
+            self._groups = None
 
     def _auc(self) -> tuple[float, float]:
         """The AUC and a bound of its error."""
@@ -186,11 +204,47 @@ class Evaluation:
         ]
         return area_under_curve(at_score[0], at_score[1]), 0.0
 
+    def _gauc(self) -> float | None:
+        if not self._groups:
+            return None
+        scores, positive, negative = (np.concatenate([kept[which] for kept in self._kept]) for which in range(3))
+        return area_within_groups(scores, positive, negative, np.concatenate(self._groups))
+
+
+def area_within_groups(
+    scores: NDArray[np.float32], positive: Floats, negative: Floats, groups: NDArray[np.int64]
+) -> float | None:
+    """The mean AUC of groups with positives and negatives, weighted by their total weight; None if there is no such group.
+
+    All are [n]: the score of each example, its weight as a positive and as a negative, its group.
+    """
+    order = np.lexsort((scores, groups))
+    scores, positive, negative, groups = scores[order], positive[order], negative[order], groups[order]
+    opens_group = np.diff(groups, prepend=groups[:1] - 1) != 0
+    opens = opens_group | (np.diff(scores, prepend=scores[:1]) != 0)
+    value_of, starts = np.cumsum(opens) - 1, np.flatnonzero(opens)
+    at_value = [np.bincount(value_of, weights=weight) for weight in (positive, negative)]
+    group_of = np.cumsum(opens_group[starts]) - 1
+    in_group = [np.bincount(group_of, weights=weight) for weight in at_value]
+    below = np.cumsum(at_value[1]) - at_value[1]
+    below -= (np.cumsum(in_group[1]) - in_group[1])[group_of]  # of the same group
+    won = np.bincount(group_of, weights=at_value[0] * (below + 0.5 * at_value[1]))
+    pairs = in_group[0] * in_group[1]
+    mixed = pairs > 0
+    if not mixed.any():
+        return None
+    return float(np.average(won[mixed] / pairs[mixed], weights=(in_group[0] + in_group[1])[mixed]))
+
 
 def area_under_curve(positive: NDArray[Any], negative: NDArray[Any]) -> float:
     """AUC from the weight of positives and negatives at each distinct score, in rising order; ties count half."""
     below = np.cumsum(negative) - negative
     return float((positive * (below + 0.5 * negative)).sum() / (positive.sum() * negative.sum()))
+
+
+def _cross_entropy(label: float, predicted: float) -> float:
+    """Log loss of one prediction for labels with this mean."""
+    return float(-(label * np.log(predicted) + (1 - label) * np.log1p(-predicted)))
 
 
 def _entropy(p: Floats | np.float64) -> Floats | np.float64:

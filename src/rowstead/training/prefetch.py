@@ -10,20 +10,21 @@ from typing import TypeVar
 
 import torch
 
-from rowstead.data.batch import Batch
+from rowstead.data.batch import Batch, StagedBatch
 from rowstead.records.timers import Timers
 from rowstead.spec.phases import Phase
 from rowstead.stores.base import EmbeddingStore
 
+Staged = TypeVar("Staged", bound=StagedBatch)
 Where = TypeVar("Where")
 """What comes with a batch, such as its reader's cursor."""
 
 
-def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> Iterator[tuple[Batch, Batch, Where]]:
+def copy_ahead(batches: Iterator[tuple[Staged, Where]], device: torch.device) -> Iterator[tuple[Staged, Batch, Where]]:
     """Each batch with its copy on the GPU, started during the step before."""
     stream = torch.cuda.Stream(device)
 
-    def start() -> tuple[Batch, Batch, Where] | None:
+    def start() -> tuple[Staged, Batch, Where] | None:
         item = next(batches, None)
         if item is None:
             return None
@@ -48,13 +49,13 @@ def copy_ahead(batches: Iterator[tuple[Batch, Where]], device: torch.device) -> 
 
 
 def prefetch_rows(
-    items: Iterator[tuple[Batch, Batch, Where]], store: EmbeddingStore, timers: Timers | None = None
-) -> Generator[tuple[Batch, Batch, Where], None, None]:
+    items: Iterator[tuple[Staged, Batch, Where]], store: EmbeddingStore, timers: Timers | None = None
+) -> Generator[tuple[Staged, Batch, Where], None, None]:
     """The same items, each a batch as it was read and on the device that trains; `store` prefetches as many ahead as it wants."""
     phase: AbstractContextManager[None] = contextlib.nullcontext()
     if timers is not None and store.batches_ahead:
         phase = timers.phase(Phase.PREFETCH)
-    ahead: deque[tuple[Batch, Batch, Where]] = deque()
+    ahead: deque[tuple[Staged, Batch, Where]] = deque()
     error: Exception | None = None
     try:
         while True:

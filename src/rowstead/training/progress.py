@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rowstead.data.row_order import Cursor
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
-from rowstead.spec.train import TrainSpec
+from rowstead.spec.train import EarlyStopSpec, TrainSpec
 from rowstead.training.metrics import Quality
 
 
@@ -26,12 +26,25 @@ class Position:
     num_samples: int = 0
     train_s: float = 0.0
     best: float | None = None
-    """The lowest evaluation measure so far, for early stopping."""
+    """The lowest evaluation measure so far, for early stopping; the negative of one that should be high."""
     evaluations_since_best: int = 0
+    lr_scale: float = 1.0
+    """What evaluations have multiplied the learning rates by (`schedule.decay: plateau`)."""
+    evaluations_since_lr: int = 0
+    """Evaluations since the best one, or since the learning rates were lowered."""
+    label_weight: float = 0.0
+    """Total weight of the examples trained on."""
+    label_sum: float = 0.0
+    """Weighted sum of their labels."""
     num_lost_updates: int = 0
     """Updates of rows that a fleet's sparse servers have lost; each server counts."""
     num_lost_steps: int = 0
     """Steps that were lost with a killed coordinator of a fleet, because they were in no checkpoint; they are trained again."""
+
+    def train_rate(self, negative_keep_rate: float) -> float | None:
+        """The mean label of the examples trained on, corrected for downsampled negatives; None while all labels are equal."""
+        positive, negative = self.label_sum, (self.label_weight - self.label_sum) / negative_keep_rate
+        return positive / (positive + negative) if positive > 0 and negative > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +66,36 @@ class Progress:
 
 
 class EarlyStopping:
-    """Counts evaluations without improvement, to end a run. Its state is part of `position`, so that checkpoints keep it."""
+    """Counts evaluations without improvement, to end a run or to lower its learning rates.
+
+    Its state is part of `position`, so that checkpoints keep it.
+    """
 
     def __init__(self, spec: TrainSpec, position: Position) -> None:
         self._spec, self._position = spec, position
 
     def observe(self, quality: Quality) -> bool:
         """Count one evaluation; true if it is the best so far, whose weights should be kept."""
-        rule, position = self._spec.early_stop, self._position
-        if rule is None:
+        rule, schedule, position = self._spec.early_stop, self._spec.schedule, self._position
+        if rule is None and schedule.decay != "plateau":
             return False
-        measure = quality.early_stop_measure(self._spec.loss)
+        rule = rule or EarlyStopSpec()
+        measure = quality.monitored(rule.monitor, self._spec.loss)
         is_best = position.best is None or measure < position.best - rule.min_delta
         if is_best:
-            position.best, position.evaluations_since_best = measure, 0
+            position.best, position.evaluations_since_best, position.evaluations_since_lr = measure, 0, 0
         else:
             position.evaluations_since_best += 1
-        return is_best
+            position.evaluations_since_lr += 1
+        if schedule.decay == "plateau" and position.evaluations_since_lr >= schedule.patience:
+            position.lr_scale = max(position.lr_scale * schedule.factor, schedule.final)
+            position.evaluations_since_lr = 0
+        return is_best and self._spec.early_stop is not None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the weights of the best evaluation are those of the run."""
+        return self._spec.early_stop is not None
 
     @property
     def should_stop(self) -> bool:

@@ -26,7 +26,7 @@ from rowstead.spec.train import DenseOptimizerSpec, ScheduleSpec, TrainSpec
 from rowstead.training.checkpoint_manifest import STORE
 from rowstead.training.device import dense_precision
 from rowstead.training.flat_parameters import Replica
-from rowstead.training.prefetch import Where, prefetch_rows
+from rowstead.training.prefetch import Staged, Where, prefetch_rows
 from rowstead.training.saved_tensors import StoreTensors
 from rowstead.training.sync_base import SyncPolicy
 
@@ -112,7 +112,10 @@ class Execution:
         assert batch.labels is not None
         with torch.autocast(logits.device.type, enabled=False):
             total = None if batch.global_totals is None else batch.global_totals.weight
-            return self._head.loss(logits.to(batch.labels.dtype), batch.labels, batch.weights, total)
+            labels = batch.labels
+            if self.spec.label_smoothing:
+                labels = labels + self.spec.label_smoothing * (0.5 - labels)
+            return self._head.loss(logits.to(labels.dtype), labels, batch.weights, total)
 
     def report_loss(self, loss: Tensor, number: int) -> None:
         """Check the loss before anything changes, where its value is known already."""
@@ -170,6 +173,8 @@ class Stepper:
     ) -> None:
         self.model, self.spec, self.total_steps = model, spec, total_steps
         self.timers = Timers()
+        self.lr_scale = 1.0
+        """What evaluations have multiplied the learning rates by (`schedule.decay: plateau`)."""
         self.on_message: Callable[[str], None] = lambda text: None
         """Called with messages for the user."""
         self._rank = process_group.rank
@@ -202,7 +207,7 @@ class Stepper:
         policy.begin(Replica(self.model.net, self.optimizer))
         self.execution.sync = policy
 
-    def prefetch(self, items: Iterator[tuple[Batch, Batch, Where]]) -> Iterator[tuple[Batch, Batch, Where]]:
+    def prefetch(self, items: Iterator[tuple[Staged, Batch, Where]]) -> Iterator[tuple[Staged, Batch, Where]]:
         """The same items; the rows of each batch are prefetched as many batches ahead as the store wants."""
         return prefetch_rows(items, self.model.store, self.timers)
 
@@ -216,7 +221,7 @@ class Stepper:
     def start(self, batch: Batch, number: int) -> Callable[[], float]:
         """Start a step; the returned function waits for its loss, and raises if that is not finite."""
         self.model.net.seed_step(number, self._rank)
-        return self.execution.start(batch, number, lr_factor(self.spec.schedule, number, self.total_steps))
+        return self.execution.start(batch, number, self.lr_scale * lr_factor(self.spec.schedule, number, self.total_steps))
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes: `net.*`, `optimizer.*` and `store.*`."""
@@ -260,6 +265,7 @@ def build_dense_optimizer(spec: DenseOptimizerSpec, module: nn.Module) -> torch.
         "sgd": (torch.optim.SGD, {}),
         "adagrad": (torch.optim.Adagrad, {"eps": spec.eps}),
         "adam": (torch.optim.Adam, {"eps": spec.eps, "betas": (spec.beta1, spec.beta2)}),
+        "adamw": (torch.optim.AdamW, {"eps": spec.eps, "betas": (spec.beta1, spec.beta2)}),
     }
     build, options = kinds[spec.kind]
     parameters = list(module.parameters())
@@ -271,7 +277,7 @@ def lr_factor(spec: ScheduleSpec, step: int, total_steps: int) -> float:
     """What the learning rates are multiplied by at `step`, from 1 to `total_steps`."""
     if step <= spec.warmup_steps:
         return step / spec.warmup_steps
-    if spec.decay == "none":
+    if spec.decay in ("none", "plateau"):
         return 1.0
     span = max(1, total_steps - spec.warmup_steps)
     done = min(1.0, (step - spec.warmup_steps) / span)

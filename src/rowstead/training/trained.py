@@ -21,12 +21,14 @@ from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import versions
+from rowstead.spec.data import SplitName
+from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import digest
 from rowstead.spec.placement import MemorySpec
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
 from rowstead.training.build import build_model
-from rowstead.training.checkpoint_fits import architecture, check_fits, id_kinds_in, transforms_in
+from rowstead.training.checkpoint_fits import architecture, check_fits, id_kinds_in, position_in, transforms_in
 from rowstead.training.device import choose_device, set_threads
 from rowstead.training.evaluate import evaluate as evaluate_model
 from rowstead.training.metrics import Quality
@@ -44,12 +46,16 @@ class TrainedRun:
     transforms: DenseTransforms
     id_kinds: IdKinds
     """Whether each sparse column held text or integers in training."""
+    train_rate: float | None
+    """The mean label of the examples that it was trained on, if it is known."""
 
-    def source(self, data: str | Sequence[str] | None = None, *, needs_label: bool = True) -> Source:
-        """The run's evaluation split, or the files of `data` read the same way, in the order of the log."""
+    def source(self, data: str | Sequence[str] | None = None, *, split: SplitName = "eval", needs_label: bool = True) -> Source:
+        """A split of the run's log, or the files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
-            return open_split(self.spec, "eval", self.id_kinds).source(encoder, seed=self.spec.seed)
+            if split == "test" and not self.spec.data.log.has_test:
+                raise RowsteadError("this run's log has no test split: set `test` or `test_fraction` of its log")
+            return open_split(self.spec, split, self.id_kinds).source(encoder, seed=self.spec.seed)
         files = files_like(self.spec, data)
         log = open_file_log(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
         return FileSource(log, encoder, shuffle=False)
@@ -74,7 +80,8 @@ def open_run(
     placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
     model = build_model(placed, torch.device("cpu"), trains=False, encode=_build_encode(spec, transforms, id_kinds))
     load_model(model, saved.tensors, with_optimizer=False)
-    return TrainedRun(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds)
+    rate = position_in(saved).train_rate(spec.data.negative_keep_rate)
+    return TrainedRun(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds, train_rate=rate)
 
 
 def load(run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None) -> DLRM:
@@ -86,13 +93,15 @@ def evaluate(
     run: str,
     *,
     data: str | Sequence[str] | None = None,
+    split: SplitName = "eval",
+    source: Source | None = None,
     root: Path | str = DEFAULT_ROOT,
     callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Evaluate a run's model on its evaluation split, or on other files."""
+    """Evaluate a run's model on a split of its log, on other files, or on a source that was encoded for it."""
     trained = open_run(run, root=root, callback=callback)
-    source = trained.source(data)
+    source = source or trained.source(data, split=split)
     device = choose_device(trained.spec)
     if not trained.model.store.moves_with_module:
         device = torch.device("cpu")  # tables that do not fit in GPU memory stay where they are
@@ -103,6 +112,7 @@ def evaluate(
             device=device,
             negative_keep_rate=trained.spec.data.negative_keep_rate,
             progress=progress,
+            train_rate=trained.train_rate,
         )
     if callback is not None and (num_skipped := source.num_skipped):
         callback.on_message(f"skipped {num_skipped:,} bad rows (on_bad_row: skip)")

@@ -29,7 +29,8 @@ def to_feature_major(ids: Ints, lengths: Ints, starts: Ints) -> tuple[NDArray[np
 def to_example_major(ids: Ints, offsets: Ints, num_features: int, ids_dtype: type) -> tuple[Ints, NDArray[np.int32], Ints]:
     """The inverse: ids of `ids_dtype` [nnz], lengths int32 [B, F], and starts int64 [B + 1], the last of them nnz."""
     num_samples = (len(offsets) - 1) // num_features if num_features else 0
-    out, lengths = np.empty(len(ids), ids_dtype), np.empty((num_samples, num_features), np.int32)
+    out: Ints = np.empty(len(ids), ids_dtype)
+    lengths = np.empty((num_samples, num_features), np.int32)
     starts = np.empty(num_samples + 1, np.int64)
     _to_example_major(ids, offsets, out, lengths, starts)
     return out, lengths, starts

@@ -126,3 +126,15 @@ def floats_at(address, count):  # type: ignore[no-untyped-def]
 def integers_at(address, count):  # type: ignore[no-untyped-def]
     """int64 [count] at an int64 address."""
     return carray(_pointer(address), count, np.int64)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def words_at(address, count):  # type: ignore[no-untyped-def]
+    """uint32 [count] at an int64 address."""
+    return carray(_pointer(address), count, np.uint32)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def bytes_at(address, count):  # type: ignore[no-untyped-def]
+    """uint8 [count] at an int64 address."""
+    return carray(_pointer(address), count, np.uint8)

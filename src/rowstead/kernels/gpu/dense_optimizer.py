@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from rowstead.spec.train import DENSE_STATE, DenseOptimizerSpec
 
 _CODES = {kind: code for code, kind in enumerate(DENSE_STATE)}
+_ADAMW = tl.constexpr(_CODES["adamw"])
 _BLOCK = 1024
 
 
 class GpuDenseOptimizer(torch.optim.Optimizer):
-    """SGD, Adagrad or Adam as torch.optim has them, with the same state under the same names.
+    """SGD, Adagrad, Adam or AdamW as torch.optim has them, with the same state under the same names.
 
     With `copies`, BF16 parameters that run instead of these, a step reads the gradients of the copies, updates the parameters in FP32,
     and writes both.
@@ -71,7 +72,8 @@ class GpuDenseOptimizer(torch.optim.Optimizer):
         """The scalars of a step that `step_by` reads."""
         spec = self._spec
         corrections = [1 - spec.beta1**step, (1 - spec.beta2**step) ** 0.5]
-        return [lr, spec.eps, 1 - spec.beta1, 1 - spec.beta2, *corrections, spec.weight_decay]
+        decay = lr * spec.weight_decay if spec.kind == "adamw" else spec.weight_decay
+        return [lr, spec.eps, 1 - spec.beta1, 1 - spec.beta2, *corrections, decay]
 
     @torch.no_grad()
     def step_by(self, numbers: Tensor, guard: Tensor, gradients_at: Tensor) -> None:
@@ -110,7 +112,8 @@ def _step_dense(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One block of one parameter per program.
 
-    numbers: learning rate, eps, 1 - beta1, 1 - beta2, 1 - beta1 ** step, the root of 1 - beta2 ** step, weight decay.
+    numbers: learning rate, eps, 1 - beta1, 1 - beta2, 1 - beta1 ** step, the root of 1 - beta2 ** step, weight decay
+    (of AdamW times the learning rate).
     """
     owner = tl.load(owners + tl.program_id(0))
     at = tl.load(starts + tl.program_id(0)) + tl.arange(0, BLOCK)
@@ -124,7 +127,10 @@ def _step_dense(  # type: ignore[no-untyped-def]
         grad = tl.load(gradient_at.to(tl.pointer_type(tl.bfloat16)) + at, mask=on, other=0.0).to(tl.float32)
     else:
         grad = tl.load(_floats_at(gradient_at) + at, mask=on, other=0.0)
-    grad += tl.load(numbers + 6) * param
+    if KIND == _ADAMW:
+        param -= tl.load(numbers + 6) * param
+    else:
+        grad += tl.load(numbers + 6) * param
     if KIND == 0:
         change = lr * grad
     else:

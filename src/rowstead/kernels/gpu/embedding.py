@@ -18,11 +18,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from rowstead.kernels.gpu.embedding_kernels import apply_tiles, compute_keys, join_tiles, plan_keys, pool, scale_ids, sum_heads
+from rowstead.kernels.gpu.embedding_kernels import (
+    apply_tiles,
+    compute_keys,
+    join_tiles,
+    plan_keys,
+    pool,
+    scale_ids,
+    sum_heads,
+)
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import RowState, compute_dtype, state_tensors, step_scalars
 from rowstead.spec.errors import RowsteadError
@@ -215,7 +224,7 @@ def apply_plan(
     step = (*plan.memory, offsets, num_bags, scalars, scalars if guard is None else guard)
     options = {
         **shape, "KIND": ROW_OPTIMIZERS[optimizer.kind].code, **_state_shapes(optimizer.kind), "ROUNDS": tables[0].dtype != dtype,
-        "TILE": plan.tile, "S": streams, "CONTIGUOUS": plan.rows_contiguous, "num_warps": warps,
+        "TILE": plan.tile, "S": streams, "CONTIGUOUS": plan.rows_contiguous, "DECAYS": optimizer.decays, "num_warps": warps,
     }  # fmt: skip
     is_lean = dtype == torch.float32 and not ROW_OPTIMIZERS[optimizer.kind].has_element_state
     apply_tiles[(triton.cdiv(num_tiles, streams),)](
@@ -266,8 +275,10 @@ def device_scalars(scalars: tuple[float, ...], step: int, dtype: torch.dtype, de
 
 def host_scalars(scalars: Sequence[float], step: int, dtype: torch.dtype) -> Tensor:
     """`device_scalars` in host memory."""
-    bits = torch.tensor([step & 0x7FFFFFFF], dtype=torch.int32).view(torch.float32).to(dtype)
-    return torch.cat([torch.tensor(list(scalars), dtype=dtype), bits])
+    numbers = np.array([*scalars, 0.0], np.float64 if dtype == torch.float64 else np.float32)
+    if dtype != torch.float64:  # rows of FP64 are not rounded
+        numbers.view(np.int32)[-1] = step & 0x7FFFFFFF
+    return torch.from_numpy(numbers)
 
 
 def _state_shapes(kind: RowOptimizerName) -> dict[str, int]:

@@ -14,9 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rowstead.kernels.gpu.launch import quick_launch
 from rowstead.kernels.gpu.row_optimizers import row_change
+from rowstead.kernels.row_state import NUM_SCALARS
 
 # A plan is what `apply_tiles` must know of a sorted key: the offset of its gradient, the width, and these flags.
+_L2, _DECAY, _STEP = tl.constexpr(NUM_SCALARS - 2), tl.constexpr(NUM_SCALARS - 1), tl.constexpr(NUM_SCALARS)
 _ELEMENT = tl.constexpr((1 << 40) - 1)
 _WIDTH_BIT = tl.constexpr(40)
 _WIDTH_MASK = tl.constexpr(0xFFF)
@@ -43,6 +46,7 @@ def _rows_at(address, like, ALIGNED: tl.constexpr):
     return pointer
 
 
+@quick_launch
 @triton.jit
 def pool(
     ids, offsets, weights, out, like, tables, table_of, widths, columns, means, limits, num_samples, num_bags, total_width,
@@ -82,6 +86,7 @@ def pool(
     tl.store(out + example * total_width + column + d, total / share, mask=inside)
 
 
+@quick_launch
 @triton.jit
 def compute_keys(
     ids, offsets, keys, bags, row_base, limits, num_samples, num_bags,
@@ -105,6 +110,7 @@ def compute_keys(
         tl.store(bags + index, tl.broadcast_to(bag, [BAGS, L]), mask=on)
 
 
+@quick_launch
 @triton.jit
 def scale_ids(
     offsets, weights, scales, factors, num_bags, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr, L: tl.constexpr
@@ -171,6 +177,7 @@ def _is_split(keys, border, key, num_ids, TILE: tl.constexpr, EXTRA: tl.constexp
     return goes_on | began
 
 
+@quick_launch
 @triton.jit
 def plan_keys(
     keys, order, bags, plans, rows_at, firsts_at, seconds_at, noises, tables, firsts, seconds, widths, bases, table_of, columns,
@@ -219,7 +226,7 @@ def plan_keys(
         if SECOND > 0:
             tl.store(seconds_at + index, tl.load(seconds + table) + (row if SECOND == 1 else row * width) * size, mask=live)
     if ROUNDS:
-        step = tl.load(scalars + 5).to(tl.int32, bitcast=True)
+        step = tl.load(scalars + _STEP).to(tl.int32, bitcast=True)
         base = _mixed(row.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9 + table.to(tl.uint32) * 0x85EBCA6B)
         tl.store(noises + index, base.to(tl.int32, bitcast=True), mask=live)
 
@@ -228,7 +235,7 @@ def plan_keys(
 def _apply(
     grad, index, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, scalars,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """Apply the optimizer's rule to the rows of sorted keys, with summed gradients grad [R, S, D].
 
@@ -249,7 +256,11 @@ def _apply(
         if SECOND > 0:
             second_at = _rows_at(tl.load(seconds_at + index, mask=live, other=0), scalars, False)
     stored = tl.load(row_at, mask=on, other=0.0)
+    if DECAYS:
+        grad += tl.load(scalars + _L2) * tl.where(on, stored.to(grad.dtype), 0.0)
     change = row_change(grad, first_at, second_at, width, d, live, on, scalars, KIND)
+    if DECAYS:
+        change += tl.load(scalars + _DECAY) * stored.to(grad.dtype)
     new = stored.to(grad.dtype) - change
     if ROUNDS:
         base = tl.load(noises + index, mask=live, other=0).to(tl.uint32, bitcast=True)
@@ -270,11 +281,13 @@ def _has(plan, FLAG: tl.constexpr):
     return ((plan >> FLAG) & 1) != 0
 
 
+@quick_launch
 @triton.jit
 def apply_tiles(
     plans, order, factors, grad, head, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
     FACTORS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    SECOND: tl.constexpr, ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, DECAYS: tl.constexpr, TILE: tl.constexpr, EXTRA: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """S tiles per program, R keys of each at a time: sum each run of equal keys and apply its sum to its row.
 
@@ -318,10 +331,11 @@ def apply_tiles(
             tl.store(tail + partial, summed, mask=_has(plan, _TAIL) & inside)
         _apply(
             summed, index, width, d, applies, applies & inside, like, rows_at, firsts_at, seconds_at, noises, scalars,
-            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS,
+            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS, DECAYS,
         )  # fmt: skip
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_tiles", "num_groups"])  # both follow the capacity for ids, of which there are many sizes
 def sum_heads(
     keys, parts, offsets, num_bags, guard, num_tiles, num_groups,
@@ -345,12 +359,13 @@ def sum_heads(
         tl.store(parts + (num_tiles + group).to(tl.int64) * D + d, total, mask=is_one)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_tiles", "num_groups"])
 def join_tiles(
     keys, plans, parts, tail, like, rows_at, firsts_at, seconds_at, noises, offsets, num_bags, scalars, guard,
     num_tiles, num_groups,
     WIDTH: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
+    ROUNDS: tl.constexpr, CONTIGUOUS: tl.constexpr, DECAYS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Finish split runs: sum the tail of the tile where a run begins and the heads of the tiles that follow, and apply it.
@@ -401,5 +416,5 @@ def join_tiles(
             busy = tl.max(tl.max(tl.max((leg < 3).to(tl.int32), axis=2), axis=1), axis=0)
         _apply(
             total, index, width, d, live, on, like, rows_at, firsts_at, seconds_at, noises, scalars,
-            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS,
+            WIDTH, ALIGNED, KIND, FIRST, SECOND, ROUNDS, CONTIGUOUS, DECAYS,
         )  # fmt: skip

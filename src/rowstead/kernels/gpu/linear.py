@@ -9,7 +9,7 @@ Letters: B examples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,6 +44,17 @@ def defer_weight_gradients() -> Iterator[DeferredGradients]:
         _deferred.reset(token)
 
 
+def current_deferred() -> DeferredGradients | None:
+    """The list of the innermost `defer_weight_gradients`; None outside of any."""
+    return _deferred.get()
+
+
+def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Give parameters their gradients; a layer may be applied twice."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
 def linear(x: Tensor, layer: nn.Linear, *, relu: bool) -> Tensor:
     """Apply a layer, and ReLU if asked, to x [B, in width]; in autocast's dtype where autocast is on.
 
@@ -52,7 +63,7 @@ def linear(x: Tensor, layer: nn.Linear, *, relu: bool) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
     with torch.autocast("cuda", enabled=False):
-        out: Tensor = _GpuLinear.apply(x, layer.weight, layer.bias, relu, _deferred.get())
+        out: Tensor = _GpuLinear.apply(x, layer.weight, layer.bias, relu, current_deferred())
     return out
 
 
@@ -83,10 +94,7 @@ class _GpuLinear(torch.autograd.Function):
             return of_weight.to(weight.dtype), parts.sum(0).to(bias.dtype)
 
         def set_gradients() -> None:
-            for parameter, gradient in zip((weight, bias), weight_gradients(), strict=True):
-                parameter.grad = (
-                    gradient if parameter.grad is None else parameter.grad + gradient
-                )  # a layer may be applied twice
+            add_gradients((weight, bias), weight_gradients())
 
         of_x = None
         if ctx.needs_input_grad[0]:
@@ -102,13 +110,18 @@ def masked_gradient(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """`grad` [B, out] masked by ReLU, and its sums over parts of the examples [parts, out]."""
     num_samples, width = out.shape
     masked = torch.empty_like(grad)
-    rows_per_part = max(_ROWS, triton.cdiv(triton.cdiv(num_samples, _PARTS), _ROWS) * _ROWS)
-    num_parts = max(1, triton.cdiv(num_samples, rows_per_part))
+    num_parts, rows_per_part = parts_of(num_samples, _ROWS)
     sums = torch.zeros(num_parts, width, dtype=torch.float32, device=grad.device)
     _relu_backward[(num_parts, triton.cdiv(width, _COLUMNS))](
         grad, out, masked, sums, num_samples, width, rows_per_part, R=_ROWS, C=_COLUMNS, num_warps=4
     )
     return masked, sums
+
+
+def parts_of(num_samples: int, rows_at_a_time: int) -> tuple[int, int]:
+    """How many parts examples are split into for sums over them, and the examples of each."""
+    rows_per_part = max(rows_at_a_time, triton.cdiv(triton.cdiv(num_samples, _PARTS), rows_at_a_time) * rows_at_a_time)
+    return max(1, triton.cdiv(num_samples, rows_per_part)), rows_per_part
 
 
 @triton.jit

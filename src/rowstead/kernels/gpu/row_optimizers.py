@@ -11,6 +11,7 @@ _SGD = tl.constexpr(ROW_OPTIMIZERS["sgd"].code)
 _ADAGRAD = tl.constexpr(ROW_OPTIMIZERS["adagrad"].code)
 _ROWWISE_ADAGRAD = tl.constexpr(ROW_OPTIMIZERS["rowwise_adagrad"].code)
 _ADAM = tl.constexpr(ROW_OPTIMIZERS["adam"].code)
+_ROWWISE_ADAM = tl.constexpr(ROW_OPTIMIZERS["rowwise_adam"].code)
 
 
 @triton.jit
@@ -44,6 +45,15 @@ def row_change(grad, first_at, second_at, width, d, live, on, scalars, KIND: tl.
         tl.store(first_at + d, one, mask=on)
         tl.store(second_at + d, two, mask=on)
         change = (lr * correction) * one / (tl.sqrt(two) + eps)
+    elif KIND == _ROWWISE_ADAM:
+        eps, new1, new2 = tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
+        one = tl.load(first_at + d, mask=on, other=0.0)
+        two = tl.load(second_at, mask=live, other=0.0)
+        one += new1 * (grad - one)
+        two += new2 * (tl.sum(tl.where(on, grad * grad, 0.0), axis=2, keep_dims=True) / width.to(grad.dtype) - two)
+        tl.store(first_at + d, one, mask=on)
+        tl.store(second_at, two, mask=live)
+        change = one * (lr * tl.load(scalars + 4) / (tl.sqrt(two) + eps))
     else:  # SGD with momentum
         velocity = tl.load(scalars + 1) * tl.load(first_at + d, mask=on, other=0.0) + grad
         tl.store(first_at + d, velocity, mask=on)

@@ -55,6 +55,7 @@ class Shape:
     bottom: tuple[int, ...]
     top: tuple[int, ...]
     precision: str = "fp32"
+    network: str = "dlrm"
 
     @property
     def num_ids(self) -> int:
@@ -82,7 +83,7 @@ class Shape:
                 "dense": [{"name": "dense_{i}", "repeat": self.num_dense}],
                 "sparse": [{"name": "sparse_{i}", "repeat": self.num_sparse, "num_rows": self.num_rows, "hash": "modulo"}],
             },
-            "model": {"width": self.width, "bottom": list(self.bottom), "top": list(self.top)},
+            "model": {"network": self.network, "width": self.width, "bottom": list(self.bottom), "top": list(self.top)},
             "train": {"batch_size": self.batch_size, "precision": self.precision},
             "device": device,
             **more,
