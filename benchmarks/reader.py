@@ -2,7 +2,7 @@
 
 The file has 800 dense columns, 30 columns of about 28 ids each (Poisson) and a label, and is stored in two ways: as `rowstead
 data synth` stores a log (ids by dictionary, nothing compressed), which the summary is about, and by pyarrow's defaults (all by
-dictionary, Snappy), whose ratio stands beside it. We read it with ParquetSource, shuffled; the
+dictionary, Snappy), whose ratio stands beside it. We read it with FileSource, shuffled; the
 peer is pandas.read_parquet and a shuffling torch DataLoader, in the better of two forms: rows collated one by one, or a batch
 sampler that takes whole columns. Both end with the same tensors (dense, hashed ids, offsets, labels). Both run on one and the
 same core with one thread to a library; the unit is samples per second of CPU time (user and system) of the whole process, from
@@ -71,13 +71,13 @@ def write_log(path: Path, num_rows: int, group_rows: int, stored: str = "as synt
 def read_with_rowstead(path: Path, shuffle_rows: int) -> int:
     """One epoch of batches; the number of examples."""
     from rowstead.data.encode import Encoder
+    from rowstead.data.file_source import FileSource
     from rowstead.data.parquet import ParquetLog
-    from rowstead.data.parquet_source import ParquetSource
     from rowstead.data.transforms import DenseTransforms
 
     spec = ParquetSpec(train=(str(path),), shuffle_rows=shuffle_rows, decode_threads=1)
     encoder = Encoder(FEATURES, tables_of(FEATURES, width=64), DenseTransforms.learn(FEATURES))
-    source = ParquetSource(ParquetLog(spec, FEATURES, split="all"), encoder, seed=1)
+    source = FileSource(ParquetLog(spec, FEATURES, split="all"), encoder, seed=1)
     return sum(batch.num_samples for batch, _ in source.batches(BATCH_SIZE))
 
 

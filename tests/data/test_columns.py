@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import date, datetime, timedelta, timezone
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.data.columns import ColumnReader, to_bags, to_floats
+from rowstead.data.column_values import to_bags, to_floats
+from rowstead.data.columns import ColumnReader
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec
 
@@ -173,7 +175,14 @@ ROWS = {"age": [1], "price": [1], "city": [1], "likes": [[1]]}
     [
         ({"age": [1], "prise": [1], "city": [1], "likes": [1]}, r"no column `price`: did you mean `prise`\?"),
         (ROWS | {"age": ["old"]}, r"column `age` has type string, but a dense feature.*features\.sparse"),
-        (ROWS | {"city": [1.5]}, r"column `city` has type double, but a sparse feature must be integers, text"),
+        (ROWS | {"city": [1.5]}, r"column `city` contains 1.5, which is not whole.*features\.dense"),
+        (ROWS | {"city": [math.inf]}, r"column `city` contains inf"),
+        (
+            ROWS | {"city": [2.0**60]},
+            r"column `city` contains 1.15.*, which is beyond 9,007,199,254,740,992, where double is not exact",
+        ),
+        (ROWS | {"age": [[1.0, 2.0]]}, r"column `age` has type list<item: double>; .* set the dense feature's `length`"),
+        (ROWS | {"city": [{"a": 1}]}, r"column `city` has type struct<a: int64>, but a sparse feature must be integers, text"),
         (ROWS | {"likes": [[[1]]]}, r"column `likes` has type list<item: list<item: int64>>"),
         (ROWS | {"age": [1, 2]}, r"columns differ in length: `price` has 1 rows, `age` has 2"),
         (ROWS | {"age": [1, "x"], "price": [1, 2]}, r"column `age` cannot be read"),
@@ -192,3 +201,87 @@ def test_check_finds_wrong_types_from_the_schema_alone():
         ColumnReader(FEATURES, label="label").check(schema)
     with pytest.raises(DataError, match="no column `lable`: did you mean `label`"):
         ColumnReader(FEATURES, label="lable").check(schema)
+
+
+TIMES = st.datetimes(datetime(1900, 1, 1), datetime(2100, 1, 1))
+
+
+@given(st.lists(st.one_of(st.none(), TIMES), max_size=9), st.sampled_from(["s", "ms", "us", "ns", "date", "text"]))
+def test_times_become_days_seconds_and_their_parts(times, unit):
+    if unit in ("s", "ms"):
+        times = [t and t.replace(microsecond=0) for t in times]
+    if unit == "date":
+        column, exact = pa.array([t and t.date() for t in times], pa.date32()), 86_400
+    elif unit == "text":
+        column, exact = pa.array([t and t.isoformat(" ") for t in times], pa.string()), 1
+    else:
+        column, exact = pa.array(times, pa.timestamp("us")).cast(pa.timestamp(unit), safe=False), 1
+    known = [t for t in times if t is not None]
+    seconds = [(t - datetime(1970, 1, 1)) // timedelta(seconds=1) for t in known]
+    parts = {"day": [s // 86_400 for s in seconds], "weekday": [t.weekday() for t in known], "hour": [t.hour for t in known]}
+    for part, expected in parts.items() if known else ():
+        if (unit, part) != ("date", "hour"):
+            assert to_bags(column, "x", part)[0].tolist() == expected
+            assert [x for x in to_floats(column, "x", part).tolist() if x == x] == expected
+    if unit != "text":
+        assert to_bags(column, "x")[0].tolist() == [s // exact for s in seconds]
+        found = to_floats(column, "x")
+        assert np.isnan(found).tolist() == [t is None for t in times]
+        np.testing.assert_allclose(
+            found[~np.isnan(found)], np.array([s // exact * exact / 86_400 for s in seconds]), rtol=1e-6, atol=1e-4
+        )
+
+
+def test_a_timestamp_counts_in_its_own_zone():
+    noon = datetime(2026, 11, 1, 12, tzinfo=timezone.utc)
+    for zone, hour in (("UTC", 12), ("Asia/Tokyo", 21), ("+02:30", 14)):
+        assert to_bags(pa.array([noon], pa.timestamp("us", zone)), "x", "hour")[0].tolist() == [hour]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([3.0, None, 5.0]),
+        pa.array([3.0, math.nan, 5.0], pa.float32()),
+        pa.array([3, None, 5]).cast(pa.decimal128(19, 0)),
+        pa.array([3, None, 5]).cast(pa.float16()).dictionary_encode(),
+    ],
+)
+def test_whole_numbers_of_any_type_are_the_ids_of_integers(column):
+    ids, offsets = to_bags(column, "x")
+    assert (ids.tolist(), offsets.tolist()) == ([3, 5], [0, 1, 1, 2])
+
+
+def test_booleans_are_ids_0_and_1():
+    assert to_bags(pa.array([True, None, False]), "x")[0].tolist() == [1, 0]
+
+
+@given(st.lists(st.one_of(st.none(), st.lists(st.one_of(st.none(), st.floats(width=32)), min_size=3, max_size=3)), max_size=6))
+def test_lists_of_one_length_are_as_many_dense_features(rows):
+    features = FeaturesSpec(
+        dense=(DenseFeatureSpec(name="v", length=3), DenseFeatureSpec(name="y", column="v", length=3, element=1))
+    )
+    assert [f.name for f in features.expanded_dense()] == ["v[0]", "v[1]", "v[2]", "y"]
+    expected = [[math.nan] * 3 if row is None else [math.nan if x is None else x for x in row] for row in rows]
+    expected = np.array(expected, np.float32).reshape(-1, 3)[:, [0, 1, 2, 1]]
+    for kind in (pa.list_(pa.float32()), pa.list_(pa.float64(), 3), pa.large_list(pa.float64())):
+        array = pa.array([None, *rows], kind).slice(1)
+        for column in (array, pa.chunked_array([array.slice(0, 1), array.slice(1)], type=kind)):
+            np.testing.assert_array_equal(ColumnReader(features).block(pa.table({"v": column})).dense, expected)
+
+
+def test_a_list_of_another_length_is_named():
+    features = FeaturesSpec(dense=(DenseFeatureSpec(name="v", length=3),))
+    with pytest.raises(DataError, match="column `v` has a list of 2 numbers where `length` says 3"):
+        ColumnReader(features).block({"v": [[1.0, 2.0, 3.0], [1.0, 2.0]]})
+
+
+def test_a_part_needs_times():
+    for column, says in (
+        (pa.array([1]), "needs timestamps or dates"),
+        (pa.array([date(2026, 1, 1)]), "dates, which have no hour"),
+    ):
+        with pytest.raises(DataError, match=says):
+            to_bags(column, "x", "hour")
+    with pytest.raises(DataError, match="column `x` is text that is not all timestamps"):
+        to_floats(pa.array(["noon"]), "x", "hour")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowstead.data.columns import to_bags
+from rowstead.data.column_values import to_bags
 from rowstead.data.open_log import open_sources
 from rowstead.spec.errors import RowsteadError
 from tests.small_runs import parquet_spec, written_log

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rowstead.data import parquet, parquet_source, rowgroup
+from rowstead.data import file_log, file_source, parquet, rowgroup
 from rowstead.data.encode import Encoder
+from rowstead.data.file_source import FileSource
 from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
@@ -59,7 +59,7 @@ def write_log(folder, file_rows, group_rows=5):
 def source_of(*paths, split="all", seed=1, with_labels=True, features=FEATURES, **spec):
     log = ParquetLog(ParquetSpec(train=paths, **spec), features, split=split, with_labels=with_labels)
     encoder = Encoder(features, tables_of(features, width=4), DenseTransforms.learn(features))
-    return ParquetSource(log, encoder, seed=seed, shuffle=split != "eval")
+    return FileSource(log, encoder, seed=seed, shuffle=split != "eval")
 
 
 def numbers_of(source, batch_size=4, **where):
@@ -114,12 +114,12 @@ def test_the_sequence_does_not_depend_on_threads_or_on_pieces(tmp_path, file_row
 @given(logs, st.integers(1, 9), st.integers(1, 8))
 def test_splitting_a_batch_among_threads_does_not_change_it(tmp_path, file_rows, group_rows, batch_size):
     pattern = write_log(tmp_path, file_rows, group_rows)
-    before, parquet_source.PART_ROWS = parquet_source.PART_ROWS, 1
+    before, file_source.PART_ROWS = file_source.PART_ROWS, 1
     try:
         one, many = (source_of(pattern, shuffle_rows=batch_size, decode_threads=threads) for threads in (1, 5))
         assert [(plain(b), c) for b, c in one.batches(batch_size)] == [(plain(b), c) for b, c in many.batches(batch_size)]
     finally:
-        parquet_source.PART_ROWS = before
+        file_source.PART_ROWS = before
     assert not [t for t in threading.enumerate() if t.name.startswith(("part", "make", "decode"))]
 
 
@@ -241,7 +241,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
         source_of(str(tmp_path / "nothing.parquet"))
     with pytest.raises(DataError, match=r"no file matches `.*\*\.parquet`"):
         source_of(str(tmp_path / "*.parquet"))
-    with pytest.raises(DataError, match=r"is a folder; list its files, such as `.*/\*\.parquet`"):
+    with pytest.raises(DataError, match=r"folder `.*` has no files that end in `\.parquet`"):
         source_of(str(tmp_path))
     (tmp_path / "text.parquet").write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match=r"text\.parquet` is not a Parquet file"):
@@ -322,4 +322,4 @@ def test_mapped_functions_run_in_worker_threads_and_errors_keep_their_position(t
 
 
 def test_busy_threads_are_one_per_core_unless_decode_threads_is_set():
-    assert [parquet.choose_num_busy(threads, 16) for threads in (None, 1, 6, 10, 16, 64)] == [16, 2, 12, 16, 16, 64]
+    assert [file_log.choose_num_busy(threads, 16) for threads in (None, 1, 6, 10, 16, 64)] == [16, 2, 12, 16, 16, 64]

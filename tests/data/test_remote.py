@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from rowstead.data import fetch, files, footers
 from rowstead.data.encode import Encoder
 from rowstead.data.fetch import RowGroupFetcher, plan_requests
+from rowstead.data.file_source import FileSource
 from rowstead.data.files import LogFile
 from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.spec.data import ParquetSpec
 from rowstead.spec.errors import DataError
@@ -74,11 +74,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PAUSES_S", (0.01,) * len(files.PAUSES_S))
 
 
-def source_of(where: str, features: FeaturesSpec = FEATURES, **spec: object) -> ParquetSource:
+def source_of(where: str, features: FeaturesSpec = FEATURES, **spec: object) -> FileSource:
     """A source over `WHERE/day=*/x.parquet`, shuffled in windows that do not fit row groups."""
     options = {"shuffle_rows": 230, "decode_threads": 2, **spec}
     log = ParquetLog(ParquetSpec(train=(f"{where}/day=*/x.parquet",), **options), features, split="all")  # type: ignore[arg-type]
-    return ParquetSource(log, Encoder(features, tables_of(features, width=4), DenseTransforms.learn(features)), seed=3)
+    return FileSource(log, Encoder(features, tables_of(features, width=4), DenseTransforms.learn(features)), seed=3)
 
 
 def contents(batches: object) -> list[list[object]]:
@@ -239,7 +239,7 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(pyarrow.fs, "_not_imported", [*pyarrow.fs._not_imported, name])
     for scheme, extra in (("http", "http"), ("https", "http"), ("s3", "s3"), ("gs", "gs")):
         with pytest.raises(
-            DataError, match=rf"cannot open `{scheme}://somewhere/x.parquet`: .* pip install 'rowstead\[{extra}\]'"
+            DataError, match=rf"cannot open `{scheme}://somewhere/x.parquet`: .* pip install -e '.*\[{extra}\]'"
         ):
             files.find_files([f"{scheme}://somewhere/x.parquet"])
 

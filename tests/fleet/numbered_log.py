@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rowstead.data.encode import Encoder
+from rowstead.data.file_source import FileSource
 from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import ParquetSource
 from rowstead.data.transforms import DenseTransforms
 from rowstead.fleet.batch_assignments import Holder
 from rowstead.fleet.packing import unpack
@@ -44,7 +44,7 @@ def source_of(path, *, seed=1, **spec):
     """Return a source over all rows of a file, shuffled in small windows."""
     spec = {"shuffle_rows": 120, "decode_threads": 1, **spec}
     log = ParquetLog(ParquetSpec(train=(str(path),), **spec), FEATURES, split="all")
-    return ParquetSource(log, Encoder(FEATURES, TABLES, DenseTransforms.learn(FEATURES)), seed=seed)
+    return FileSource(log, Encoder(FEATURES, TABLES, DenseTransforms.learn(FEATURES)), seed=seed)
 
 
 def write_log_with_a_late_bad_row(folder, num_rows=600):

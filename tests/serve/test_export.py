@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rowstead
-from rowstead.data.columns import to_bags
+from rowstead.data.column_values import to_bags
 from rowstead.serve import export as export_module
 from rowstead.spec.errors import RowsteadError
 from tests.serve.conftest import raw_columns
@@ -66,7 +66,7 @@ def test_folder_needs_nothing_of_the_run_and_says_what_its_inputs_mean(exported,
         ({"price": [1.0, float("nan")]}, "row 1 .*column `price` has a missing value; set the feature's `missing`"),
         ({"age": [float("inf"), 1.0]}, "column `age` contains inf"),
         ({"price": ["cheap", "dear"]}, "column `price` has type string, but a dense feature"),
-        ({"user": [1.5, 2.5]}, "column `user` has type double, but a sparse feature"),
+        ({"user": [1.5, 2.5]}, "column `user` contains 1.5, which is not whole"),
         ({"slot": [[20], [0]]}, "feature `slot`: id 20 is outside its table"),
         ({"slot": [[0], [0, -1]]}, "feature `slot`: id -1 is outside its table"),
         ({"user": [1]}, "columns differ in length"),

@@ -95,9 +95,9 @@ def test_a_parquet_log_that_cannot_be_is_refused_by_its_path(parquet: str, path:
 
 
 def test_exactly_one_log_must_be_given() -> None:
-    says = "data: give exactly one of `synth` and `parquet`, got "
+    says = "data: give exactly one of `synth`, `parquet` and `csv`, got "
     assert problem_of("data.parquet.train=a.parquet") == says + "synth and parquet"
-    assert problem_of("data.synth=null") == says + "neither"
+    assert problem_of("data.synth=null") == says + "none"
 
 
 def test_early_stopping_needs_evaluations() -> None:

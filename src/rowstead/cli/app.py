@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from rowstead.cli import data, plan, report, runs, study
+from rowstead.cli import data, init, plan, report, runs, study
 from rowstead.cli import fleet as fleet_commands
 from rowstead.cli.options import RUNS, Root, Set, print_shipped
 from rowstead.distributed import launch
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command()(init.init)
 app.add_typer(data.app, name="data")
 app.command()(plan.plan)
 app.command()(plan.calibrate)
@@ -37,11 +39,27 @@ app.add_typer(runs.app, name="runs")
 app.command()(report.report)
 app.command()(report.ui)
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rowstead {version('rowstead')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of the command line itself."""
+
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: its name under --runs, its folder, or `last`.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        "--data", metavar="FILES", help="Parquet files, globs or URLs instead of the run's evaluation split. Repeatable."
+        "--data", metavar="FILES", help="Files, folders, globs or URLs instead of the run's evaluation split. Repeatable."
     ),
 ]
 
@@ -149,7 +167,7 @@ def evaluate(
     ] = "eval",
     runs: Root = RUNS,
 ) -> None:
-    """Score a run's model on its evaluation split, on another one, or on other Parquet files."""
+    """Score a run's model on its evaluation split, on another one, or on other files."""
     from rowstead.cli.console import PlainProgress, doing, quality_rows
     from rowstead.training.trained import evaluate as evaluate_run
 

@@ -159,10 +159,9 @@ def _log_to_describe(
     files: list[str] | None, recipe: str | None, label: str, max_rows: int | None
 ) -> tuple[FeaturesSpec, Iterator[RawBlock]]:
     from rowstead.data.describe import infer_features
-    from rowstead.data.files import find_files
+    from rowstead.data.file_log import open_file_log, read_schema
+    from rowstead.data.files import choose_file_log
     from rowstead.data.open_log import read_raw_blocks
-    from rowstead.data.parquet import ParquetLog, read_schema
-    from rowstead.spec.data import ParquetSpec
     from rowstead.spec.run import load_recipe
 
     if recipe is not None:
@@ -170,9 +169,9 @@ def _log_to_describe(
         return spec.features, read_raw_blocks(spec, files, max_rows)
     if not files:
         raise RowsteadError("give the files to describe, or a recipe with --recipe")
-    parquet = ParquetSpec(train=tuple(files), label=label)
-    features = infer_features(read_schema(find_files(files)[0]), label=label)
-    return features, ParquetLog(parquet, features, split="all").raw_blocks(max_rows)
+    log = choose_file_log(tuple(files), label=label)
+    features = infer_features(read_schema(log), label=label)
+    return features, open_file_log(log, features, split="all").raw_blocks(max_rows)
 
 
 def _convert(convert: Callable[..., Summary], split: str, on_bad_row: str) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
-from rowstead.data.columns import id_type, is_text
+from rowstead.data.column_values import id_type, is_text
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
 from rowstead.data.hashing import hash_to_rows, mix_ids
 from rowstead.data.transforms import accumulate_moments

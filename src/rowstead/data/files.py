@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import io
 import os
@@ -12,12 +13,14 @@ import random
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
-from rowstead.spec.errors import DataError
+from rowstead.spec.data import FILE_LOGS, FileLogSpec, ParquetSpec, SplitSpec
+from rowstead.spec.errors import DataError, install_command
 
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]
@@ -164,15 +167,22 @@ class LogFile:
         return RangeFile(self)
 
 
-def find_files(patterns: Iterable[str]) -> list[LogFile]:
-    """The files that paths, globs and URLs name, in that order; those of one glob are sorted."""
-    return [file for pattern in patterns for file in (_find_remote(pattern) if "://" in pattern else _find_local(pattern))]
+def find_files(patterns: Iterable[str], suffixes: Sequence[str] = ParquetSpec.suffixes) -> list[LogFile]:
+    """The files that paths, folders, globs and URLs name, in that order; those of one folder or glob are sorted.
+
+    Of a folder they are those in it and below it that end in one of `suffixes`. Names that begin with `_` or `.` are skipped, as Spark does.
+    """
+    return [
+        file
+        for pattern in patterns
+        for file in (_find_remote(pattern, suffixes) if "://" in pattern else _find_local(pattern, suffixes))
+    ]
 
 
-def _find_local(pattern: str) -> list[LogFile]:
+def _find_local(pattern: str, suffixes: Sequence[str]) -> list[LogFile]:
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
-        raise DataError(f"`{pattern}` is a folder; list its files, such as `{pattern.rstrip('/')}/*.parquet`")
+        return _find_in_folder(pattern, path, suffixes)
     if os.path.exists(path):
         check_regular(path)
         return [LogFile(path)]
@@ -180,8 +190,59 @@ def _find_local(pattern: str) -> list[LogFile]:
         raise DataError(f"no file `{pattern}` (looked in {os.path.dirname(os.path.abspath(path))})")
     found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not found:
-        raise DataError(f"no file matches `{pattern}`")
+        raise DataError(f"no file matches `{pattern}`{_suggest(path)}")
     return [LogFile(p) for p in found]
+
+
+def _find_in_folder(pattern: str, path: str, suffixes: Sequence[str]) -> list[LogFile]:
+    found, others = [], Counter[str]()
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(("_", "."))]
+        for name in names:
+            if name.lower().endswith(tuple(suffixes)):
+                if not name.startswith(("_", ".")):
+                    found.append(os.path.join(folder, name))
+            else:
+                others[os.path.splitext(name)[1] or name] += 1
+    if not found:
+        ends = ", ".join(f"`{suffix}`" for suffix in suffixes)
+        has = ", ".join(f"{count:,} that end in `{end}`" for end, count in others.most_common(3))
+        raise DataError(f"folder `{pattern}` has no files that end in {ends}" + (f"; it has {has}" if has else ""))
+    return [LogFile(p) for p in sorted(found)]
+
+
+def _suggest(path: str) -> str:
+    """What else to write for a glob that matches nothing, if a folder above has files; empty if not."""
+    fixed = re.split(r"[*?[]", path)[0]
+    folder = fixed.rpartition("/")[0] or "."
+    if not os.path.isdir(folder):
+        return f": there is no folder `{folder}`"
+    kind = os.path.splitext(path)[1]
+    below = any(name.endswith(kind) for _, _, names in os.walk(folder) for name in names)
+    return f"; name the folder itself for all files below it: `{folder}`" if below and kind else ""
+
+
+def choose_file_log(paths: tuple[str, ...], like: FileLogSpec | None = None, **options: Any) -> FileLogSpec:
+    """The spec of a log in these files by how their names end: Parquet, or text.
+
+    It has the settings of `like` where both are of one kind; of another kind only those that all kinds have.
+    """
+    kind = _kind_of(paths[0], like)
+    if like is not None:
+        shared = {field.name for field in dataclasses.fields(FileLogSpec)} if kind is not type(like) else vars(like).keys()
+        options = {name: getattr(like, name) for name in shared} | options
+    return kind(**options | {"train": paths, "eval": (), "test": (), "test_fraction": 0.0, "split": SplitSpec()})
+
+
+def _kind_of(path: str, like: FileLogSpec | None) -> type[FileLogSpec]:
+    ends = [path.partition("?")[0].rstrip("/").lower()]
+    local = os.path.expanduser(path)
+    if os.path.isdir(local):
+        ends = [name.lower() for _, _, names in os.walk(local) for name in names if not name.startswith(("_", "."))]
+    for kind in (*([type(like)] if like is not None else []), *FILE_LOGS):
+        if any(end.endswith(kind.suffixes) for end in ends):
+            return kind
+    return type(like) if like is not None else FILE_LOGS[0]
 
 
 _KINDS = {
@@ -209,7 +270,9 @@ def open_regular(path: str) -> BinaryIO:
     return open(path, "rb", buffering=0)
 
 
-def _find_remote(url: str) -> list[LogFile]:
+def _find_remote(url: str, suffixes: Sequence[str]) -> list[LogFile]:
+    if url.endswith("/"):
+        return _find_in_remote_folder(url, suffixes)
     scheme = url.partition("://")[0]
     kind: Callable[[str], RemoteFiles] = BucketFiles if EXTRAS.get(scheme) in ("s3", "gs") else FsspecFiles
     try:
@@ -218,11 +281,22 @@ def _find_remote(url: str) -> list[LogFile]:
     except DataError:
         raise
     except (ImportError, ValueError) as error:  # a missing package, an unknown scheme
-        remedy = f". Run: pip install 'rowstead[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
+        remedy = f". Run: {install_command(EXTRAS[scheme])}" if scheme in EXTRAS else ""
         raise DataError(f"cannot open `{url}`: {error}{remedy}") from None
     if not found:
         raise DataError(f"no file {'matches ' if _is_glob(url) else ''}`{url}`")
     return [LogFile(each, remote) for each in found]
+
+
+def _find_in_remote_folder(url: str, suffixes: Sequence[str]) -> list[LogFile]:
+    def is_seen(path: str) -> bool:
+        names = path[len(url) :].split("/")
+        return path.lower().endswith(tuple(suffixes)) and not any(name.startswith(("_", ".")) for name in names)
+
+    found = [file for file in _find_remote(f"{url}**/*", suffixes) if is_seen(file.path)]
+    if not found:
+        raise DataError(f"folder `{url}` has no files that end in {', '.join(f'`{suffix}`' for suffix in suffixes)}")
+    return found
 
 
 def _is_glob(url: str) -> bool:

@@ -47,5 +47,5 @@ def check_log_files(
 
 def _fingerprints(sources: Sources) -> dict[str, Fingerprint]:
     splits = (sources.train, sources.eval, sources.test)
-    logs = [split.parquet_log for split in splits if split is not None]
+    logs = [split.file_log for split in splits if split is not None]
     return {path: found for log in logs if log is not None for path, found in log.fingerprints.items()}

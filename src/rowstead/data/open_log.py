@@ -11,12 +11,13 @@ from pathlib import Path
 from rowstead.data.block import RawBlock
 from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
+from rowstead.data.file_log import open_file_log
+from rowstead.data.files import choose_file_log
 from rowstead.data.pack import Log, fill_cache, open_pack
 from rowstead.data.packed_source import PackedSource
-from rowstead.data.parquet import ParquetLog
 from rowstead.data.source import LogSplit, Source
 from rowstead.data.transforms import DenseTransforms
-from rowstead.spec.data import ParquetSpec, SplitName, list_paths
+from rowstead.spec.data import FileLogSpec, SplitName, list_paths
 from rowstead.spec.errors import DataError
 from rowstead.spec.run import RunSpec
 
@@ -103,14 +104,12 @@ def open_split(spec: RunSpec, split: SplitName, id_kinds: IdKinds | None = None)
 
 
 def read_raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
-    """Raw rows of a spec's training split, or of other Parquet files with the same features."""
+    """Raw rows of a spec's training split, or of other files with the same features."""
     if data is not None:
-        return ParquetLog(parquet_files_like(spec, data), spec.features, split="all").raw_blocks(max_rows)
+        return open_file_log(files_like(spec, data), spec.features, split="all").raw_blocks(max_rows)
     return open_split(spec, "train").raw_blocks(max_rows)
 
 
-def parquet_files_like(spec: RunSpec, data: str | Sequence[str]) -> ParquetSpec:
-    """Other Parquet files, read with the settings of a spec's own."""
-    if spec.data.parquet is None:
-        return ParquetSpec(train=list_paths(data))
-    return dataclasses.replace(spec.data.parquet, train=list_paths(data))
+def files_like(spec: RunSpec, data: str | Sequence[str]) -> FileLogSpec:
+    """Other files, read with the settings of a spec's own if they are of the same kind."""
+    return choose_file_log(list_paths(data), like=spec.data.files)

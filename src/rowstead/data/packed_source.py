@@ -17,8 +17,8 @@ from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.encode import empty_pinned
 from rowstead.data.packed_files import PackedReader
 from rowstead.data.packed_gather import PackedBatch, gather, gather_totals
-from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import TRAINING_CORES
+from rowstead.data.file_log import FileLog
+from rowstead.data.file_source import TRAINING_CORES
 from rowstead.data.prefetch import map_ahead
 from rowstead.data.row_order import Cursor
 from rowstead.data.source import Batches, Source, StagedBatches
@@ -71,8 +71,8 @@ class PackedSource(Source):
         return self._making.s_per_item or 0.0
 
     @property
-    def parquet_log(self) -> ParquetLog | None:
-        return self._source.parquet_log
+    def file_log(self) -> FileLog | None:
+        return self._source.file_log
 
     def _copy(self) -> PackedSource:
         """The same source with counters of its own."""

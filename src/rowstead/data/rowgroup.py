@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,8 @@ from rowstead.data import chunks
 from rowstead.data.block import RawBlock
 from rowstead.data.buffer_pool import BufferPool
 from rowstead.data.chunks import TILE
-from rowstead.data.columns import Bags, ColumnReader, interleave, to_bags, to_floats
+from rowstead.data.column_values import Bags, Column
+from rowstead.data.columns import ColumnReader, ColumnValues, interleave
 from rowstead.data.page_checks import DamagedColumnError, encoding_bits, find_problem
 from rowstead.data.page_headers import page_headers
 from rowstead.data.pages import CODECS, Bytes, decode_bags, decode_floats
@@ -164,12 +166,14 @@ def read_row_group(
     columns: ColumnReader,
     metadata: Callable[[], pq.FileMetaData],
     *,
+    constants: Mapping[str, pa.Scalar] = MappingProxyType({}),
     max_bytes: int,
     buffers: BufferPool,
 ) -> RawBlock | None:
     """Decode one row group; None if it needs more than `max_bytes` and has to be streamed.
 
-    `metadata` reads the footer, which only pyarrow's columns need. The rows' memory comes from `buffers`.
+    `metadata` reads the footer, which only pyarrow's columns need. `constants` are columns that the file does not have, with their
+    value in every row. The rows' memory comes from `buffers`.
     """
     num_rows, num_dense, num_sparse = plan.num_rows, len(columns.dense), len(columns.sparse)
     num_values = plan.bags[:, chunks.NUM_VALUES]
@@ -192,45 +196,55 @@ def read_row_group(
         own = [ids[first : first + max(count, 0)] for first, count in zip(firsts.tolist(), counts.tolist(), strict=False)]
         bags = list(zip(own, offsets, strict=True))
         if not done.all() or (counts < 0).any():
-            rest = _OtherColumns(file.fileno(), path, plan, metadata)
-            names = [*columns.dense, *columns.scalars.values()]
+            rest = _OtherColumns(file.fileno(), path, plan, columns, metadata, constants)
             late = np.flatnonzero(~done[:num_dense])
             for first in range(0, len(late), TILE):
                 tile = late[first : first + TILE]
-                interleave([rest.floats(names[i], i) for i in tile.tolist()], dense, tile)
+                interleave([rest.floats(i) for i in tile.tolist()], dense, tile)
             for i in np.flatnonzero(~done[num_dense:]).tolist():
-                scalars[i] = rest.floats(names[num_dense + i], num_dense + i)
+                scalars[i] = rest.floats(num_dense + i)
             for i in np.flatnonzero(counts < 0).tolist():
-                bags[i] = rest.bags(columns.sparse[i], i, ids[firsts[i] : firsts[i + 1]])
+                bags[i] = rest.bags(i, ids[firsts[i] : firsts[i + 1]])
     return columns.block_of(dense, bags, dict(zip(columns.scalars, scalars, strict=True)))
 
 
 class _OtherColumns:
     """Columns that `chunks` did not decode: page by page with pyarrow's codecs, or as a whole by pyarrow."""
 
-    def __init__(self, file: int, path: str, plan: GroupPlan, metadata: Callable[[], pq.FileMetaData]) -> None:
+    def __init__(
+        self,
+        file: int,
+        path: str,
+        plan: GroupPlan,
+        columns: ColumnReader,
+        metadata: Callable[[], pq.FileMetaData],
+        constants: Mapping[str, pa.Scalar],
+    ) -> None:
         self._file, self._path, self._plan, self._metadata = file, path, plan, metadata
+        self._constants = constants
         self._scratch = np.empty(1 << 20, np.uint8)
         check_page_headers(path, plan.others)
         self._table = self._by_pyarrow(list(plan.others)) if plan.others else None
+        self._values = ColumnValues(columns, self._column)
+        floats = dict(zip([*columns.dense, *columns.scalars.values()], plan.floats, strict=True))
+        self._rows = floats | dict(zip(columns.sparse, plan.bags, strict=True))
+        """The chunk of each column."""
 
-    def floats(self, name: str, index: int) -> NDArray[np.float32]:
+    def floats(self, index: int) -> NDArray[np.float32]:
         """Values [R] of the column at `index` of the plan's floats."""
         row, values = self._plan.floats[index], np.empty(self._plan.num_rows, np.float32)
-        chunk = self._chunk(row)
-        if decode_floats(chunk, _codec_of(row), row[chunks.MAX_DEF], values):
-            return values
-        return to_floats(self._column(name, row, chunk), name)
+        return (
+            values
+            if decode_floats(self._chunk(row), _codec_of(row), row[chunks.MAX_DEF], values)
+            else self._values.floats(index)
+        )
 
-    def bags(self, name: str, index: int, ids: NDArray[np.int64]) -> Bags:
+    def bags(self, index: int, ids: NDArray[np.int64]) -> Bags:
         """Ids (in `ids` if our decoder reads them) and offsets of the column at `index` of the plan's bags."""
         row, offsets = self._plan.bags[index], np.empty(self._plan.num_rows + 1, np.int64)
         levels = (row[chunks.MAX_DEF], row[chunks.MAX_REP])
-        chunk = self._chunk(row)
-        count = decode_bags(chunk, _codec_of(row), *levels, ids, offsets)
-        if count >= 0:
-            return ids[:count], offsets
-        return to_bags(self._column(name, row, chunk), name)
+        count = decode_bags(self._chunk(row), _codec_of(row), *levels, ids, offsets)
+        return (ids[:count], offsets) if count >= 0 else self._values.bags(index)
 
     def _chunk(self, row: NDArray[np.int64]) -> Bytes:
         """The bytes of a column chunk, fewer if the file ends before; none for a column that is pyarrow's."""
@@ -240,10 +254,14 @@ class _OtherColumns:
         found = os.preadv(self._file, [self._scratch[:size].data], int(row[chunks.AT])) if size else 0
         return self._scratch[:found]
 
-    def _column(self, name: str, row: NDArray[np.int64], chunk: Bytes) -> pa.ChunkedArray:
+    def _column(self, name: str) -> Column:
         """A column by pyarrow; a DamagedColumnError if it is damaged rather than unknown to our decoder."""
+        if name in self._constants:
+            return pa.repeat(self._constants[name], self._plan.num_rows)
         if self._table is not None and name in self._plan.others:
             return self._table.column(name)
+        row = self._rows[name]
+        chunk = self._chunk(row)
         problem = find_problem(page_headers(chunk), row, chunk)
         if problem is not None:
             raise DamagedColumnError(name, problem)

@@ -15,7 +15,7 @@ from rowstead.kernels.layout import Layout
 
 if TYPE_CHECKING:
     from rowstead.data.encode import Encoder
-    from rowstead.data.parquet import ParquetLog
+    from rowstead.data.file_log import FileLog
 
 Batches = Generator[tuple[Batch, Cursor], None, None]
 """Batches, each with the cursor that continues right after it. `close()` stops the threads that read ahead."""
@@ -93,8 +93,8 @@ class Source(ABC):
         return 0.0
 
     @property
-    def parquet_log(self) -> ParquetLog | None:
-        """The Parquet files that the rows come from, to copy other columns of; None if there are none."""
+    def file_log(self) -> FileLog | None:
+        """The files that the rows come from, to copy other columns of; None if there are none."""
         return None
 
     def map(self, function: Callable[[Batch], Batch]) -> Source:
@@ -148,5 +148,5 @@ class MappedSource(Source):
         return self._source.background_cpu_s_per_sample
 
     @property
-    def parquet_log(self) -> ParquetLog | None:
-        return self._source.parquet_log
+    def file_log(self) -> FileLog | None:
+        return self._source.file_log

@@ -1,6 +1,6 @@
 """Which rows of a log's training files belong to which split, by a hash or by time: one bit per row.
 
-The column that decides is read once when a split is opened. Splits in file order need none of this: see `ParquetLog`.
+The column that decides is read once when a split is opened. Splits in file order need none of this: see `FileLog`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowstead.data.columns import is_text, to_bags
+from rowstead.data.column_values import is_text, to_bags
 from rowstead.data.hashing import mix_ids
-from rowstead.spec.data import ParquetSpec, SplitSpec
+from rowstead.spec.data import FileLogSpec, SplitSpec
 from rowstead.spec.errors import DataError
 
 HELD_OUT = ("eval", "test")
@@ -47,7 +47,7 @@ class GroupRows:
 
 
 def choose_rows(
-    spec: ParquetSpec, split: str, group_rows: Sequence[Sequence[int]], read: ReadColumn, *, threads: int
+    spec: FileLogSpec, split: str, group_rows: Sequence[Sequence[int]], read: ReadColumn, *, threads: int
 ) -> list[list[GroupRows]]:
     """The rows of `split` in each row group of each training file."""
     groups = [(file, group) for file, counts in enumerate(group_rows) for group in range(len(counts))]
@@ -70,7 +70,7 @@ def choose_rows(
     return parts
 
 
-def hash_bounds(spec: ParquetSpec) -> dict[str, tuple[float, float]]:
+def hash_bounds(spec: FileLogSpec) -> dict[str, tuple[float, float]]:
     """From where to where in [0, 1) each held-out split reaches; the rest is for training."""
     test, evaluation = spec.held_out("test"), spec.held_out("eval")
     return {"test": (1 - test, 1.0), "eval": (1 - test - evaluation, 1 - test)}
@@ -95,7 +95,7 @@ def _keys(column: pa.Array, name: str) -> NDArray[np.int64]:
     """The 64-bit id of each value; 0 where it is missing."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if not (pa.types.is_integer(kind) or is_text(kind)):
-        raise DataError(f"data.parquet.split.column: `{name}` has type {column.type}; split by a column of integers or text")
+        raise DataError(f"split.column: `{name}` has type {column.type}; split by a column of integers or text")
     ids, offsets = to_bags(column, name)
     keys = np.zeros(len(column), np.int64)
     keys[np.diff(offsets) > 0] = ids
@@ -114,14 +114,14 @@ def _read_times(rule: SplitSpec, read: ReadColumn, file: int, group: int) -> NDA
         try:
             column, per_second = column.cast(pa.timestamp("us")).cast(pa.int64()), 1_000_000
         except pa.ArrowException as error:
-            raise DataError(f"data.parquet.split.column: `{rule.column}` has text that is not a time: {error}") from None
+            raise DataError(f"split.column: `{rule.column}` has text that is not a time: {error}") from None
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise DataError(f"data.parquet.split.column: `{rule.column}` has type {kind}; split by a column of numbers or times")
+        raise DataError(f"split.column: `{rule.column}` has type {kind}; split by a column of numbers or times")
     times = np.asarray(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)) / per_second
     return np.where(np.isnan(times), -np.inf, times)
 
 
-def _time_bounds(spec: ParquetSpec, groups: Iterator[NDArray[np.float64]], num_rows: int) -> dict[str, tuple[float, float]]:
+def _time_bounds(spec: FileLogSpec, groups: Iterator[NDArray[np.float64]], num_rows: int) -> dict[str, tuple[float, float]]:
     rule, shares = spec.split, {name: spec.held_out(name) for name in HELD_OUT}
     needs_sample = (shares["eval"] and rule.eval_from is None) or (shares["test"] and rule.test_from is None)
     every = -(-num_rows // SAMPLED_ROWS)
@@ -138,9 +138,7 @@ def _time_bounds(spec: ParquetSpec, groups: Iterator[NDArray[np.float64]], num_r
     test = bound(rule.test_from, shares["test"])
     evaluation = test if spec.eval else bound(rule.eval_from, shares["eval"] + shares["test"])
     if evaluation > test:
-        raise DataError(
-            f"data.parquet.split: the evaluation split begins after the test split, at {evaluation:.15g} and {test:.15g}"
-        )
+        raise DataError(f"split: the evaluation split begins after the test split, at {evaluation:.15g} and {test:.15g}")
     return {"test": (test, np.inf), "eval": (evaluation, test)}
 
 

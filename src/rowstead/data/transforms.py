@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numba
@@ -147,9 +148,10 @@ class RowRule:
         self._unlimited = tuple((i, str(s.column)) for i, s in enumerate(sparse) if (s.max_ids or MAX_IDS + 1) > MAX_IDS)
         """Sparse features that `max_ids` does not cut off in time, and their columns."""
 
-    def check(self, block: RawBlock) -> BadRows | None:
-        """The bad rows of `block`; None if there are none."""
+    def check(self, block: RawBlock, problems: Mapping[int, str] = MappingProxyType({})) -> BadRows | None:
+        """The bad rows of `block`; None if there are none. `problems` are of rows that could not be read."""
         mask = np.zeros(block.num_rows, np.bool_)
+        mask[list(problems)] = True
         _mark_bad(block.dense, self._may_miss, self._low, self._high, mask)
         if block.labels is not None:
             mask |= ~((block.labels >= LABEL_RANGE[0]) & (block.labels <= LABEL_RANGE[1]))
@@ -163,7 +165,7 @@ class RowRule:
         if not mask.any():
             return None
         row = int(mask.argmax())
-        return BadRows(mask=mask, row=row, problem=self._explain(block, row))
+        return BadRows(mask=mask, row=row, problem=problems.get(row) or self._explain(block, row))
 
     def refuse(self, block: RawBlock) -> None:
         """Raise a DataError if a row of `block` is bad."""

@@ -23,7 +23,7 @@ from rowstead.fleet.local_process import STOP_SIGNAL, Role
 from rowstead.fleet.roster import RoleFiles, create_roles_folder
 from rowstead.records.files import open_private
 from rowstead.records.usage import usable_cores
-from rowstead.spec.errors import RowsteadError
+from rowstead.spec.errors import RowsteadError, install_command
 from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.job import LAUNCHER
 
@@ -131,7 +131,7 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise RowsteadError("a fleet on Ray needs Ray: pip install 'rowstead[ray]'") from None
+        raise RowsteadError(f"a fleet on Ray needs Ray: {install_command('ray')}") from None
 
 
 def find_cluster() -> str | None:

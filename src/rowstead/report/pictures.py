@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from rowstead.report.theme import LIGHT, Chart
-from rowstead.spec.errors import RowsteadError
+from rowstead.spec.errors import RowsteadError, install_command
 
 WIDTH, PIXELS_PER_REM = 900, 16
 
@@ -17,7 +17,7 @@ def write_pictures(charts: Sequence[Chart], folder: Path, *, kind: Literal["svg"
     """Write each chart as an SVG or PNG file in the light theme on white."""
     if importlib.util.find_spec("kaleido") is None:
         raise RowsteadError(
-            "writing charts needs Kaleido and Chrome or Chromium: pip install 'rowstead[pictures]' and install "
+            f"writing charts needs Kaleido and Chrome or Chromium: {install_command('pictures')} and install "
             "`chromium`. Without them, open the report and save a chart with its SVG button"
         )
     import kaleido

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from rowstead.data.columns import to_floats
-from rowstead.data.files import LogFile
-from rowstead.data.parquet import ParquetLog
+from rowstead.data.column_values import to_floats
+from rowstead.data.file_log import FileLog, open_file_log
+from rowstead.data.files import choose_file_log
 from rowstead.records.files import fsync_folder
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.serve.exported import Exported, is_exported
-from rowstead.spec.data import ParquetSpec, list_paths
+from rowstead.spec.data import list_paths
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.training.device import choose_device
 from rowstead.training.evaluate import EVAL_BATCH, predict_logits
@@ -29,9 +29,6 @@ from rowstead.training.trained import open_run
 
 Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
 """Click probabilities [B] batch by batch, and labels [B] where the reader provides them."""
-
-COPY_ROWS = 8192
-"""Rows of the log that are copied at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class _Scoring:
     """A model applied to a log."""
 
     scores: Scores
-    log: ParquetLog | None
+    log: FileLog | None
     """None for a synthetic log."""
     label: str
     """Column of the log that is written as `label`."""
@@ -132,12 +129,12 @@ def _open_run(run: str, data: str | Sequence[str] | None, root: Path | str, call
             # As evaluation computes it: the correction and the prediction are in float64.
             yield model.head.predict(torch.from_numpy(logits).double() + model.log_keep_rate).numpy(), labels
 
-    log, label = source.parquet_log, spec.data.log.label
+    log, label = source.file_log, spec.data.log.label
     return _Scoring(
         scores=scores(),
         log=log,
         label=label,
-        copies_label=data is not None and log is not None and label in schema_of(log).names,
+        copies_label=data is not None and log is not None and label in log.full_schema(0).names,
         num_samples=source.num_samples,
         num_skipped=lambda: source.num_skipped or 0,
     )
@@ -147,8 +144,8 @@ def _open_exported(folder: str, data: str | Sequence[str] | None) -> _Scoring:
     if not data:
         raise DataError(f"{folder} is an exported model, which has no evaluation split: name the log with --data")
     model = Exported(folder)
-    files = ParquetSpec(train=list_paths(data), label=model.label)
-    log = ParquetLog(files, model.features, split="all", with_labels=False, id_kinds=model.id_kinds)
+    files = choose_file_log(list_paths(data), label=model.label)
+    log = open_file_log(files, model.features, split="all", with_labels=False, id_kinds=model.id_kinds)
 
     def scores() -> Scores:
         with closing(log.pieces(log.spans, rows_ahead=EVAL_BATCH)) as pieces:
@@ -162,7 +159,7 @@ def _open_exported(folder: str, data: str | Sequence[str] | None) -> _Scoring:
         scores=scores(),
         log=log,
         label=model.label,
-        copies_label=model.label in schema_of(log).names,
+        copies_label=model.label in log.full_schema(0).names,
         num_samples=log.num_samples,
         num_skipped=lambda: 0,
     )
@@ -174,7 +171,7 @@ def _open_copied(scoring: _Scoring, keep: Sequence[str]) -> CopiedColumns | None
             raise DataError(f"the output has its own column `{name}`: the log's cannot be kept under that name")
     if scoring.log is None:
         if keep:
-            raise DataError("--keep copies columns of Parquet files, but this run's log is synthetic: name files with --data")
+            raise DataError("--keep copies columns of files, but this run's log is synthetic: name files with --data")
         return None
     names = [*keep, scoring.label] if scoring.copies_label else keep
     return CopiedColumns(scoring.log, names) if names else None
@@ -201,7 +198,7 @@ def _build_table(
 class CopiedColumns:
     """Some columns of a log's split, in file order, without the bad rows that the log skips."""
 
-    def __init__(self, log: ParquetLog, names: Sequence[str]) -> None:
+    def __init__(self, log: FileLog, names: Sequence[str]) -> None:
         self._log = log
         self.names = tuple(dict.fromkeys(names))
         self._check()
@@ -221,9 +218,8 @@ class CopiedColumns:
 
     def _check(self) -> None:
         types: dict[str, tuple[pa.DataType, str]] = {}
-        for file in self._log.files:
-            with _open(file) as parquet:
-                schema = parquet.schema_arrow
+        for number, file in enumerate(self._log.files):
+            schema = self._log.full_schema(number)
             for name in self.names:
                 if name not in schema.names:
                     raise DataError(f"`{file.path}` has no column `{name}` to copy: {did_you_mean(name, schema.names)}")
@@ -236,11 +232,11 @@ class CopiedColumns:
 
     def _good_tables(self) -> Iterator[pa.Table]:
         if self._log.spec.on_bad_row == "error":
-            yield from self._all_tables()
+            yield from self._log.tables(self.names)
             return
         masks = self._masks()
         mask = np.empty(0, np.bool_)
-        for table in self._all_tables():
+        for table in self._log.tables(self.names):
             while len(mask) < table.num_rows:
                 mask = np.concatenate([mask, next(masks)])
             yield table.filter(pa.array(mask[: table.num_rows]))
@@ -250,30 +246,3 @@ class CopiedColumns:
         """Masks of good rows. They take a second read of the log, but only where bad rows are skipped."""
         for piece in self._log.pieces(self._log.spans, rows_ahead=0):
             yield np.ones(piece.block.num_rows, np.bool_) if piece.good is None else piece.good
-
-    def _all_tables(self) -> Iterator[pa.Table]:
-        for span in self._log.spans:
-            file = self._log.files[span.file]
-            at = 0
-            try:
-                with _open(file) as parquet:
-                    for batch in parquet.iter_batches(COPY_ROWS, row_groups=[span.group], columns=list(self.names)):
-                        start, stop = max(span.start - at, 0), min(span.stop - at, batch.num_rows)
-                        if start < stop:
-                            yield pa.Table.from_batches([batch.slice(start, stop - start)]).select(list(self.names))
-                        at += batch.num_rows
-                        if at >= span.stop:
-                            break
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"`{file.path}`: row group {span.group} cannot be read: {error}") from None
-
-
-def schema_of(log: ParquetLog) -> pa.Schema:
-    """The schema of the log's first file."""
-    with _open(log.files[0]) as parquet:
-        return parquet.schema_arrow
-
-
-def _open(file: LogFile) -> pq.ParquetFile:
-    source = file.path if file.is_local else file.ranges()
-    return pq.ParquetFile(source, pre_buffer=not file.is_local, page_checksum_verification=True)

@@ -1,10 +1,10 @@
-"""Where examples come from: a synthetic click log with a known teacher, or Parquet files."""
+"""Where examples come from: a synthetic click log with a known teacher, or files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, ClassVar, Literal
 
@@ -155,15 +155,21 @@ class SplitSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSpec(LogSpec):
-    """Examples from Parquet files: local paths, globs, or URLs such as `s3://bucket/*.parquet`."""
+class FileLogSpec(LogSpec):
+    """Examples from files. A folder stands for all files of the kind in it and below it; folders such as `date=2026-11-01` give a column."""
 
-    split_class: ClassVar[str] = "rowstead.data.parquet_source:ParquetSplit"
+    split_class: ClassVar[str] = "rowstead.data.file_source:FileSplit"
     cursor_keys: ClassVar[tuple[str, ...]] = ("window", "row", "of")
+    log_class: ClassVar[str]
+    """`module:class` of the `FileLog` that decodes the files."""
+    kind: ClassVar[str]
+    """The key of these logs in `data`."""
+    suffixes: ClassVar[tuple[str, ...]]
+    """How names of such files end."""
     reading_keys: ClassVar[tuple[str, ...]] = ("train", "eval", "test", "shuffle_rows", "decode_threads")
 
     train: Annotated[tuple[str, ...], at_most(MAX_FILES)]
-    """Files of the training split."""
+    """Files of the training split: local paths, folders, globs, or URLs such as `s3://bucket/log/`."""
     eval: Annotated[tuple[str, ...], at_most(MAX_FILES)] = ()
     """Files of the evaluation split. Default: `eval_fraction` of the training files' rows, chosen by `split`."""
     test: Annotated[tuple[str, ...], at_most(MAX_FILES)] = ()
@@ -187,7 +193,7 @@ class ParquetSpec(LogSpec):
     decode_threads: Processes | None = None
     """Threads that decode; at most as many make batches. Default: one per core."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """For a missing or non-finite dense value or a label outside [0, 1]: stop with an error, or skip the row and count it."""
+    """For a missing or non-finite dense value, a label outside [0, 1] or a row that cannot be read: stop with an error, or skip the row and count it."""
 
     def __post_init__(self) -> None:
         for name in ("train", "eval", "test"):
@@ -212,13 +218,60 @@ class ParquetSpec(LogSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParquetSpec(FileLogSpec):
+    """Examples from Parquet files."""
+
+    log_class: ClassVar[str] = "rowstead.data.parquet:ParquetLog"
+    kind: ClassVar[str] = "parquet"
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+
+
+CellType = Literal[
+    "int64", "uint64", "float64", "string", "bool", "date", "timestamp", "list<int64>", "list<string>", "list<float64>"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvSpec(FileLogSpec):
+    """Examples from text files with a row per line, such as CSV and TSV; plain, or compressed by gzip or Zstandard."""
+
+    log_class: ClassVar[str] = "rowstead.data.csv_log:CsvLog"
+    kind: ClassVar[str] = "csv"
+    suffixes: ClassVar[tuple[str, ...]] = tuple(
+        f".{name}{packed}" for name in ("csv", "tsv", "txt") for packed in ("", ".gz", ".zst")
+    )
+
+    separator: str | None = None
+    """One character between cells, such as `,` or `"\\t"`. Default: the one of these and `;` and `|` that the first line has most of."""
+    columns: Annotated[tuple[str, ...], at_most(MAX_FEATURES)] = ()
+    """Names of the columns, for files without a header. Default: the first line of each file."""
+    types: Mapping[str, CellType] = field(default_factory=dict)
+    """Types of columns by name. Default: the first type that fits the first rows, in the order int64, uint64, float64, bool, date, timestamp, string."""
+    list_separator: str = "|"
+    """One character between the values of a list."""
+    quotes: bool = True
+    """Whether cells may stand in double quotes, which may have separators and line breaks in them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("separator", "list_separator"):
+            value = getattr(self, name)
+            fits = value is None or (len(value) == 1 and value.isascii() and value not in '"\r\n')
+            require(fits, name, f"must be one ASCII character, and no quote or line break, got {value!r}")
+        require(len(set(self.columns)) == len(self.columns), "columns", "a name is given twice")
+        require(len(self.types) <= MAX_FEATURES, "types", f"at most {MAX_FEATURES:,} are allowed")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSpec(Spec):
-    """The log: exactly one of `synth` and `parquet`."""
+    """The log: exactly one of `synth`, `parquet` and `csv`."""
 
     synth: SynthSpec | None = None
     """Generate the log from a hidden teacher during training."""
     parquet: ParquetSpec | None = None
     """Read the log from Parquet files."""
+    csv: CsvSpec | None = None
+    """Read the log from CSV, TSV and the like."""
     cache: FolderPath | None = None
     """Folder of the packed log (`rowstead data pack`), which is read instead; packed before training where it is empty or missing."""
     negative_keep_rate: Share = 1.0
@@ -229,7 +282,7 @@ class DataSpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [name for name, value in vars(self).items() if isinstance(value, LogSpec)]
-        require(len(given) == 1, "", f"give exactly one of `synth` and `parquet`, got {' and '.join(given) or 'neither'}")
+        require(len(given) == 1, "", f"give exactly one of `synth`, `parquet` and `csv`, got {' and '.join(given) or 'none'}")
         kept_all = self.synth is None or self.negative_keep_rate == 1
         require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which keeps all negatives")
 
@@ -237,3 +290,12 @@ class DataSpec(Spec):
     def log(self) -> LogSpec:
         """The spec of the log, of whichever kind."""
         return next(value for value in vars(self).values() if isinstance(value, LogSpec))
+
+    @property
+    def files(self) -> FileLogSpec | None:
+        """The spec of a log in files, of whichever kind; None for another log."""
+        return self.log if isinstance(self.log, FileLogSpec) else None
+
+
+FILE_LOGS: tuple[type[FileLogSpec], ...] = (ParquetSpec, CsvSpec)
+"""The kinds of logs in files."""

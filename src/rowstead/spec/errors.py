@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RowsteadError(ValueError):
@@ -65,3 +67,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return f"did you mean `{near[0]}`?"
     shown = ", ".join(f"`{name}`" for name in names[:20])
     return f"known here: {shown}{' …' if len(names) > 20 else ''}" if names else "nothing is known here"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of this package: by name, or in the clone that it runs from."""
+    clone = Path(__file__).resolve().parents[3]
+    if not (clone / "src" / "rowstead").is_dir() or not (clone / "pyproject.toml").is_file():
+        return f"pip install 'rowstead[{extra}]'"
+    where = "." if clone == Path.cwd() else str(clone)
+    return f"pip install -e {shlex.quote(f'{where}[{extra}]')}"

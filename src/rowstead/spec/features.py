@@ -15,6 +15,7 @@ from rowstead.spec.bounds import (
     MAX_NAME,
     MAX_ROWS,
     AtLeastOne,
+    Count,
     NotEmpty,
     Rows,
     Spec,
@@ -27,6 +28,7 @@ from rowstead.spec.errors import SpecError, did_you_mean, require
 
 Hash = Literal["mix", "modulo", "none"]
 Pooling = Literal["sum", "mean"]
+TimePart = Literal["hour", "weekday", "day"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +43,18 @@ class FeatureSpec(Spec):
     """Expands to this many features that differ only in `{i}`."""
     start: int = 0
     """First value of `{i}`."""
+    part: TimePart | None = None
+    """Of a timestamp or date: the `hour` (0 to 23), the `weekday` (Monday is 0) or the `day` since 1970. Default: see [Data](data.md#timestamps-dates-and-booleans)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         named = self.repeat == 1 or "{i}" in self.name
         require(named, "name", f"with repeat: {self.repeat} the name needs `{{i}}`, such as `{self.name}_{{i}}`")
+
+    @property
+    def num_features(self) -> int:
+        """Features that this expands to."""
+        return self.repeat
 
     def fields_at(self, index: int) -> dict[str, Any]:
         """What differs in feature `index` of those that this expands to."""
@@ -66,13 +75,25 @@ class DenseFeatureSpec(FeatureSpec):
     """Replaces a missing value (null or NaN): a number in the log's units, or `mean` for the training split's mean. Without it a missing value is an error."""
     standardise: bool = False
     """Subtract the training split's mean and divide by its standard deviation."""
+    length: Annotated[AtLeastOne, up_to(MAX_FEATURES)] | None = None
+    """For a column of lists with this many numbers each, such as an embedding: every number is a feature `name[0]`, `name[1]` …"""
+    element: Count | None = None
+    """With `length`: only the number at this position of the list, from 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.element is not None:
+            require(self.length is not None, "element", "set `length`, too: how many numbers each list has")
+            require(self.element < (self.length or 0), "element", f"must be below `length`, which is {self.length}")
+        require(self.length is None or self.part is None, "part", "lists of numbers have none; remove `part` or `length`")
         if self.clip is not None:
             require(len(self.clip) == 2 and self.clip[0] < self.clip[1], "clip", "must be [low, high] with low < high")
         if isinstance(self.missing, (int, float)):
             require(math.isfinite(self.missing), "missing", f"must be finite, got {self.missing}")
+
+    @property
+    def num_features(self) -> int:
+        return self.repeat * (self.length if self.length is not None and self.element is None else 1)
 
     @property
     def needs_statistics(self) -> bool:
@@ -151,7 +172,7 @@ class FeaturesSpec:
         )
         require(num_entries <= MAX_ENTRIES, "", fewer)
         for name in ("dense", "sparse"):
-            num_features = sum(feature.repeat for feature in getattr(self, name))
+            num_features = sum(feature.num_features for feature in getattr(self, name))
             require(num_features <= MAX_FEATURES, name, f"at most {MAX_FEATURES:,} features are allowed, got {num_features:,}")
         names = [f.name for f in self.expanded_dense()] + [f.name for f in self.expanded_sparse()]
         shared = [t.name for t in self.tables]
@@ -178,7 +199,8 @@ class FeaturesSpec:
 
     @cached_property
     def _expanded_dense(self) -> tuple[DenseFeatureSpec, ...]:
-        return tuple(one for feature in self.dense for one in _expand(feature))
+        repeated = (one for feature in self.dense for one in _expand(feature))
+        return tuple(one for feature in repeated for one in _expand_list(feature))
 
     @cached_property
     def _expanded_sparse(self) -> tuple[SparseFeatureSpec, ...]:
@@ -239,3 +261,10 @@ Feature = TypeVar("Feature", DenseFeatureSpec, SparseFeatureSpec)
 def _expand(feature: Feature) -> list[Feature]:
     indices = range(feature.start, feature.start + feature.repeat)
     return [dataclasses.replace(feature, **feature.fields_at(index)) for index in indices]
+
+
+def _expand_list(feature: DenseFeatureSpec) -> list[DenseFeatureSpec]:
+    """One spec per number of a column of lists."""
+    if feature.length is None or feature.element is not None:
+        return [feature]
+    return [dataclasses.replace(feature, name=f"{feature.name}[{i}]", element=i) for i in range(feature.length)]

@@ -68,12 +68,12 @@ class RunSpec(Spec):
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
         stop = self.train.early_stop
-        has_groups = self.data.parquet is not None and self.data.parquet.group is not None
+        has_groups = self.data.files is not None and self.data.files.group is not None
         needs_groups = stop is not None and stop.monitor == "gauc"
         require(
             has_groups or not needs_groups,
             "train.early_stop.monitor",
-            "`gauc` needs data.parquet.group, the column of the groups",
+            "`gauc` needs `group` of the log, the column of the groups",
         )
         if self.fleet is not None:
             self._check_fleet(self.fleet)

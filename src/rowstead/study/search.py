@@ -29,7 +29,7 @@ from rowstead.records.store import RunStore, StoreEntry
 from rowstead.records.studies import SEARCH_FILE, Trial, trial_history
 from rowstead.report.terminal import printable
 from rowstead.spec.axis import AxisSpec
-from rowstead.spec.errors import RowsteadError
+from rowstead.spec.errors import RowsteadError, install_command
 from rowstead.spec.parse import digest, parse, to_yaml
 from rowstead.spec.tune import TuneSpec, base_run, build_space, changes_of, initial_settings, plain_recipe, trial_run
 from rowstead.spec.yaml_text import read_yaml
@@ -42,7 +42,7 @@ try:
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import TrialState
 except ImportError as error:
-    raise RowsteadError("a search needs Optuna: pip install 'rowstead[tune]'") from error
+    raise RowsteadError(f"a search needs Optuna: {install_command('tune')}") from error
 
 optuna.logging.set_verbosity(logging.ERROR)
 JOURNAL = "trials.journal"

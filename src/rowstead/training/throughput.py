@@ -145,7 +145,7 @@ def _remedy(report: ReaderReport, num_cores: int, *, on_gpu: bool) -> str:
     if on_gpu and report.cores_used < SPREAD_SHARE * num_cores:
         return (
             f", but reading used only {used} of {num_cores} cores, so more cores would not help: files arrive too slowly, "
-            "`data.parquet.decode_threads` is too low, there are few row groups, or other programs use the cores"
+            "`decode_threads` of the log is too low, there are few row groups, or other programs use the cores"
         )
     if on_gpu:
         text = f"; reading used {used} cores, and {needed} would keep this GPU busy (there {'is' if num_cores == 1 else 'are'} {num_cores} here)"

@@ -13,9 +13,9 @@ import torch
 from rowstead.data.batch import Batch
 from rowstead.data.columns import ColumnReader, IdKinds
 from rowstead.data.encode import Encoder
-from rowstead.data.open_log import open_split, parquet_files_like
-from rowstead.data.parquet import ParquetLog
-from rowstead.data.parquet_source import ParquetSource
+from rowstead.data.file_log import open_file_log
+from rowstead.data.file_source import FileSource
+from rowstead.data.open_log import files_like, open_split
 from rowstead.data.source import Source
 from rowstead.data.transforms import DenseTransforms, RowRule
 from rowstead.nn.dlrm import DLRM
@@ -50,15 +50,15 @@ class TrainedRun:
     """The mean label of the examples that it was trained on, if it is known."""
 
     def source(self, data: str | Sequence[str] | None = None, *, split: SplitName = "eval", needs_label: bool = True) -> Source:
-        """A split of the run's log, or the Parquet files of `data` read the same way, in the order of the log."""
+        """A split of the run's log, or the files of `data` read the same way, in the order of the log."""
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
         if data is None:
             if split == "test" and not self.spec.data.log.has_test:
-                raise RowsteadError("this run's log has no test split: see data.parquet.test and data.parquet.test_fraction")
+                raise RowsteadError("this run's log has no test split: set `test` or `test_fraction` of its log")
             return open_split(self.spec, split, self.id_kinds).source(encoder, seed=self.spec.seed)
-        files = parquet_files_like(self.spec, data)
-        log = ParquetLog(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
-        return ParquetSource(log, encoder, shuffle=False)
+        files = files_like(self.spec, data)
+        log = open_file_log(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
+        return FileSource(log, encoder, shuffle=False)
 
 
 def open_run(
@@ -99,7 +99,7 @@ def evaluate(
     callback: ProgressCallback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Evaluate a run's model on a split of its log, on other Parquet files, or on a source that was encoded for it."""
+    """Evaluate a run's model on a split of its log, on other files, or on a source that was encoded for it."""
     trained = open_run(run, root=root, callback=callback)
     source = source or trained.source(data, split=split)
     device = choose_device(trained.spec)

@@ -1,4 +1,4 @@
-"""`ParquetSource`: batches from Parquet files, shuffled by seed, split among ranks, resumable at any batch.
+"""`FileSource`: batches from files, shuffled by seed, split among ranks, resumable at any batch.
 
 `WindowOrder` says which rows are in which batch. Threads decode up to one window ahead and make batches; the result is the same for any
 number of threads.
@@ -23,14 +23,14 @@ from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.block import LogPiece, RawBlock
 from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder, RawRows, compute_totals, empty_pinned, empty_tensor
+from rowstead.data.file_log import FileLog, choose_num_busy, open_file_log
 from rowstead.data.footers import Fingerprint
-from rowstead.data.parquet import ParquetLog, choose_num_busy
 from rowstead.data.prefetch import map_ahead
 from rowstead.data.row_order import Cursor, RowOrder, Span, WindowOrder, cut
 from rowstead.data.source import Batches, LogSplit, Source
 from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
-from rowstead.spec.data import ParquetSpec, SplitName
+from rowstead.spec.data import FileLogSpec, SplitName
 from rowstead.spec.features import FeaturesSpec
 
 UNSHUFFLED_WINDOW = 8_192
@@ -44,12 +44,12 @@ Part = tuple[RawRows, NDArray[np.int64]]
 """Rows of a batch: where they are, and their indices [R]."""
 
 
-class ParquetSplit(LogSplit):
-    """One split of a log in Parquet files with the columns that `features` select."""
+class FileSplit(LogSplit):
+    """One split of a log in files with the columns that `features` select."""
 
-    def __init__(self, spec: ParquetSpec, features: FeaturesSpec, split: SplitName, id_kinds: IdKinds | None = None) -> None:
+    def __init__(self, spec: FileLogSpec, features: FeaturesSpec, split: SplitName, id_kinds: IdKinds | None = None) -> None:
         self._features, self._split = features, split
-        self._log = ParquetLog(spec, features, split=split, id_kinds=id_kinds)
+        self._log = open_file_log(spec, features, split=split, id_kinds=id_kinds)
         self.id_kinds = {**(id_kinds or {}), **self._log.id_kinds}
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
@@ -57,7 +57,7 @@ class ParquetSplit(LogSplit):
 
     def dense_blocks(self, max_rows: int) -> Iterator[RawBlock]:
         dense_only = dataclasses.replace(self._features, sparse=(), tables=())
-        return ParquetLog(self._log.spec, dense_only, split=self._split, with_labels=False).raw_blocks(max_rows)
+        return open_file_log(self._log.spec, dense_only, split=self._split, with_labels=False).raw_blocks(max_rows)
 
     def pieces(self) -> Iterator[Callable[[], LogPiece]]:
         with closing(self._log.pieces(self._log.spans, rows_ahead=0)) as pieces:
@@ -68,19 +68,19 @@ class ParquetSplit(LogSplit):
     def fingerprints(self) -> Mapping[str, Fingerprint]:
         return self._log.fingerprints
 
-    def source(self, encoder: Encoder, *, seed: int) -> ParquetSource:
-        return ParquetSource(self._log, encoder, seed=seed, shuffle=self._split == "train")
+    def source(self, encoder: Encoder, *, seed: int) -> FileSource:
+        return FileSource(self._log, encoder, seed=seed, shuffle=self._split == "train")
 
 
-class ParquetSource(Source):
-    """Batches of one split of a `ParquetLog`.
+class FileSource(Source):
+    """Batches of one split of a `FileLog`.
 
     Memory: up to three windows (being read, being gathered, decoded ahead), the row groups that threads are decoding
     (`rowgroup.DECODED_BYTES`) or that a window still refers to, and batches made ahead, one per thread and at most one window of
     rows. Buffers are reused. One thread at a time may iterate; several iterators may be open.
     """
 
-    def __init__(self, log: ParquetLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, log: FileLog, encoder: Encoder, *, seed: int = 0, shuffle: bool = True) -> None:
         """Without `shuffle`, or with `shuffle_rows: 0`, rows are in file order."""
         self.log, self.encoder = log, encoder
         self.num_samples = log.num_samples
@@ -94,7 +94,7 @@ class ParquetSource(Source):
         self._window_rows = log.spec.shuffle_rows if shuffle else UNSHUFFLED_WINDOW
         self._order = WindowOrder(log.spans, window_rows=self._window_rows, seed=seed, shuffle=shuffle)
 
-    def map(self, function: Callable[[Batch], Batch]) -> ParquetSource:
+    def map(self, function: Callable[[Batch], Batch]) -> FileSource:
         """As `Source.map`, with `function` called by the threads that make batches."""
         source = self._copy()
         source._functions = (*self._functions, function)
@@ -108,7 +108,7 @@ class ParquetSource(Source):
         source._rank, source._world = rank, world_size
         return source
 
-    def pin_memory(self) -> ParquetSource:
+    def pin_memory(self) -> FileSource:
         """As `Source.pin_memory`, with batches encoded right into pinned memory.
 
         Leaves `TRAINING_CORES` of the cores to the threads that train and hand over batches.
@@ -120,7 +120,7 @@ class ParquetSource(Source):
         source._pins = True
         return source
 
-    def _copy(self) -> ParquetSource:
+    def _copy(self) -> FileSource:
         """The same source with counters of its own."""
         source = copy.copy(self)
         source._num_skipped, source._making, source._helping = 0, Cost(), Cost()
@@ -167,7 +167,7 @@ class ParquetSource(Source):
         return self._order
 
     @property
-    def parquet_log(self) -> ParquetLog:
+    def file_log(self) -> FileLog:
         return self.log
 
     @property
