@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.plan.predict import build_predicted_record, comparison_text, predict_run
 from rowstead.plan.work import step_work
 from rowstead.records.files import write_atomic
-from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
+from rowstead.records.run_folder import DEFAULT_ROOT, Failure, RunFolder
 from rowstead.records.usage import KERNELS, PERF, UsageSampler, machine_facts, perf_traffic_bytes, versions
 from rowstead.report.placement import placement_text
 from rowstead.spec.catalogue import calibrated_machine
@@ -37,6 +38,7 @@ from rowstead.training.build import build_model, ignored_settings, plan_placemen
 from rowstead.training.checkpoint import Checkpoint, checkpoints_in, load_latest
 from rowstead.training.checkpoint_fits import check_fits, id_kinds_in, position_in, transforms_in
 from rowstead.training.checkpoint_increment import CheckpointChanges
+from rowstead.training.compile import KernelCompiler
 from rowstead.training.device import bf16_fallback, choose_device, kernel_text, set_threads
 from rowstead.training.hogwild import HogwildStepper
 from rowstead.training.loop import Loop, TrainOutcome
@@ -140,6 +142,8 @@ def _run(
         start = saved or initial
 
         # The log.
+        is_alone_on_cpu = device.type == "cpu" and group.world_size == 1 and spec.kernel in ("auto", "cpu")
+        compiler = stack.enter_context(KernelCompiler(spec, callback.on_message)) if is_alone_on_cpu else None
         learned = transforms_in(spec, saved) if saved else None
         sources = open_sources(spec, learned, id_kinds_in(spec, start) if start else None, on_message=callback.on_message)
         if folder is not None:
@@ -199,7 +203,14 @@ def _run(
             )
             if save_first:
                 loop.save()
-            outcome = loop.run()
+            if compiler is not None:
+                compiler.run()
+            try:
+                outcome = loop.run()
+            except Exception as error:
+                if group.rank == 0:
+                    _keep_failure(folder, loop.position.step, error, is_resumed=is_resumed)
+                raise
 
         # The record.
         record = None
@@ -213,10 +224,19 @@ def _run(
             num_steps, quality = outcome.position.step, outcome.quality
             for sentence in closing_advice(stepper.spec, num_steps, quality, outcome.train_ne):
                 callback.on_message(sentence)
+            folder.failure_file.unlink(missing_ok=True)
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)
         model.store.close()
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop.signal)
+
+
+def _keep_failure(folder: RunFolder, step: int, error: Exception, *, is_resumed: bool) -> None:
+    """Say in a run's folder why the run failed; remove the folder if there is nothing else in it to keep."""
+    if step == 0 and not is_resumed:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    else:
+        folder.write_failure(Failure(date=date_now(), step=step, why=str(error) or type(error).__name__))
 
 
 def _load_checkpoint(

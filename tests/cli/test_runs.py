@@ -129,3 +129,23 @@ def test_predict_never_replaces_the_log_it_reads(rowstead: Command, runs: Path, 
 def test_a_changed_log_is_accepted_only_where_a_run_is_resumed(rowstead: Command) -> None:
     refused = rowstead("train", recipe("train.max_steps=1"), "--accept-changed-log")
     assert_refused(refused, "`--accept-changed-log` applies only to `--resume`")
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(rowstead: Command, log: Path, tmp_path: Path) -> None:
+    bad = parquet_recipe(log, "train.dense_optimizer.lr=1e30", "train.sparse_optimizer.lr=1e30", "data.parquet.label=dense_0")
+    assert_refused(rowstead("train", bad), "dense_0")
+    assert not list(Path("runs").glob("*"))
+
+
+def test_runs_says_which_run_failed_and_why_and_when(rowstead: Command) -> None:
+    diverging = recipe("train.dense_optimizer={kind: sgd, lr: 1e30}", "train.max_steps=20")
+    failed = rowstead("train", diverging)
+    assert failed.code == 2
+    listed = rowstead("runs")
+    (line,) = [line for line in listed.out.splitlines() if line.startswith("small-001")]
+    assert re.search(r"20\d\d-\d\d-\d\dT\d\d:\d\d", line)
+    assert failed.err.split(":", 1)[1].split()[0] in line
+    assert "unfinished" not in listed.err
+    report = rowstead("report")
+    assert report.code == 0
+    assert "failed after" in Path(report.out.split()[-1]).read_text() or "failed after" in Path("report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from rowstead import run
+from rowstead.cli.console import ProgressBar, progress_callback
+from rowstead.training.progress import Progress
 from tests.cli.commands import Command, assert_refused, recipe
 from tests.small_runs import small_plain
 
@@ -82,11 +86,42 @@ def test_where_output_is_no_terminal_lines_are_plain(rowstead: Command, monkeypa
     line = r"^step \d+ of 20 · [\d,]+ samples/s · loss \d\.\d+ · NE \d\.\d+ · waiting for data \d+% · \d+ s left$"
     assert len(re.findall(line, done.out, re.MULTILINE)) == 19
     assert re.search(r"^step 10: NE \d\.\d+ · log loss", done.out, re.MULTILINE)
-    for row in ("NE", "best possible NE", "AUC", "calibration", "samples/s", "where the time went", "model", "next"):
+    for row in ("NE", "best possible NE", "AUC", "calibration", "samples/s", "where the time went"):
         assert re.search(rf"│ {row} +│", done.out), row
-    assert "rowstead evaluate runs/small-001" in done.out
+    assert done.out.endswith(
+        "model: runs/small-001\nnext:\n  rowstead evaluate runs/small-001\n  rowstead export runs/small-001 --to exported\n"
+    )
     evaluated = rowstead("evaluate", "last")
     assert "2,000 of 2,000 examples" in evaluated.out
+
+
+def test_commands_can_be_pasted_and_words_stay_whole_in_60_columns(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    out = "a-rather-long-folder/with-another-one-in-it/and-a-run-of-a-long-name"
+    done = rowstead("train", recipe("train.max_steps=2"), "--out", out)
+    lines = done.out.splitlines()
+    assert lines[-4:] == [f"model: {out}", "next:", f"  rowstead evaluate {out}", f"  rowstead export {out} --to exported"]
+    cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.strip("│").split("│")]
+    words = set(" ".join(cells).split())
+    assert {"backward", "evaluation", "prediction", "label"} <= words
+
+
+def test_the_bar_says_that_a_run_starts_until_there_is_a_step() -> None:
+    console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())
+    with progress_callback(console) as callback:
+        assert isinstance(callback, ProgressBar)
+        bar = callback._bar  # what is shown
+        console.print(bar.get_renderable())
+        before = console.export_text(clear=True)
+        callback.on_step(Progress(step=3, total_steps=3, num_samples=9, loss=0.5, samples_per_s=10.0, waiting_share=0.0))
+        console.print(bar.get_renderable())
+        after = console.export_text()
+    assert "starting" in before
+    assert "ETA" not in before
+    assert "?" not in before
+    assert "training" in after
+    assert "3/3" in after
+    assert "ETA" in after
 
 
 ODD = "a:x:[red]b"

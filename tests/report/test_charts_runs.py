@@ -11,7 +11,9 @@ import pytest
 
 from rowstead.records.events import EventLog
 from rowstead.report import charts_runs
+from rowstead.report.inputs import gather
 from rowstead.spec.phases import Phase
+from rowstead.spec.run import load_recipe
 from tests.report.made_records import a_run
 
 
@@ -46,13 +48,12 @@ def test_curves_of_a_resumed_run_have_no_point_twice(tmp_path: Path) -> None:
     assert curves.best == 0.4
     (calibration,) = charts_runs.calibrations([run])
     assert (calibration.predicted, calibration.observed, calibration.weight) == ((0.1, 0.5), (0.2, 0.4), (10.0, 20.0))
-    figure = charts_runs.draw_calibration([calibration])
+    figure = charts_runs.draw_calibration([calibration], {})
     assert figure is not None
     assert figure.traces[1]["y"] == [0.2, 0.4]
-    drawn = charts_runs.draw_quality([curves])
-    assert drawn is not None
+    (drawn,) = charts_runs.draw_quality([curves], {})
     assert drawn.traces[1]["x"] == [501 * 2048]  # samples: the batch is the recipe's
-    assert charts_runs.draw_speed(charts_runs.speed_curves([run])) is not None
+    assert charts_runs.draw_speed(charts_runs.speed_curves([run]), {}) is not None
 
 
 @pytest.mark.parametrize(
@@ -72,4 +73,28 @@ def test_an_invalid_calibration_is_not_drawn(tmp_path: Path, parts: dict[str, An
     run.folder.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 100_000)
     assert charts_runs.calibrations([run]) == []
     assert charts_runs.quality_curves([run]) == []
-    assert charts_runs.draw_calibration([]) is None
+    assert charts_runs.draw_calibration([], {}) is None
+
+
+def test_a_run_has_one_color_in_all_charts_and_a_log_its_own_best_possible_ne(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, figures={"ne": 0.8}) for _ in range(3)]
+    other = load_recipe("quickstart", ["data.synth.seed=7"])
+    runs[2].folder.write_spec(other)
+    for index, run in enumerate(runs):
+        with closing(EventLog(run.folder.events_file)) as events:
+            if index:  # the first run has no curve
+                events.write("evaluation", step=10, ne=0.9, ne_best=0.5 + 0.1 * index)
+            for step in (10, 20):
+                events.write("train", step=step, samples_per_s=100.0)
+    views = sorted(gather([tmp_path]).runs, key=lambda run: run.name)
+    inks = charts_runs.inks_of(views)
+    speed = charts_runs.draw_speed(charts_runs.speed_curves(views), inks)
+    charts = charts_runs.draw_quality(charts_runs.quality_curves(views), inks)
+    assert speed is not None
+    colors = {trace["name"]: trace["line"]["color"] for trace in speed.traces}
+    assert len(set(colors.values())) == 3
+    assert [[trace["line"]["color"] for trace in chart.traces] for chart in charts] == [
+        [colors["quickstart-002"]],
+        [colors["quickstart-003"]],
+    ]
+    assert [[shape["y0"] for shape in chart.layout["shapes"]] for chart in charts] == [[0.6], [0.7]]

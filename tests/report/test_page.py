@@ -232,7 +232,7 @@ def test_two_grids_under_one_name_are_both_drawn(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_is_shown_as_such(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "half").write_spec(load_recipe("quickstart"))
-    assert "not finished" in report_page([tmp_path])
+    assert "unfinished" in report_page([tmp_path])
 
 
 def test_nothing_to_report_says_what_to_do(tmp_path: Path) -> None:

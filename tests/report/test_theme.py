@@ -5,10 +5,24 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowstead.report.theme import DARK, LIGHT, Chart, label, labels, script_json, short, thinned
+from rowstead.report.theme import (
+    DARK,
+    LIGHT,
+    MAX_TICKS,
+    Chart,
+    label,
+    labels,
+    log_axis,
+    log_ticks,
+    script_json,
+    short,
+    thinned,
+    tick_text,
+)
 
 
 @given(st.text(max_size=200))
@@ -46,3 +60,26 @@ def test_thinning_keeps_order_ends_and_bound(items: list[int], most: int) -> Non
     assert len(kept) == min(len(items), most)
     if items:
         assert (kept[0], kept[-1]) == (items[0], items[-1])
+
+
+PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def number_on(tick: str) -> float:
+    """The number that a tick's text says."""
+    return float(tick.rstrip("kMGT")) * PREFIXES.get(tick[-1], 1.0)
+
+
+@given(st.floats(1e-9, 1e11), st.floats(1.1, 1e6))
+def test_a_log_axis_has_few_ticks_that_say_their_values(low: float, factor: float) -> None:
+    ticks = log_ticks(low, low * factor)
+    assert 2 <= len(ticks) <= MAX_TICKS
+    assert ticks == sorted(set(ticks))
+    assert all(0.999 * low <= tick <= 1.001 * low * factor for tick in ticks)
+    assert [number_on(tick_text(tick)) for tick in ticks] == pytest.approx(ticks)
+
+
+def test_throughputs_are_marked_as_20k_and_50k() -> None:
+    made = log_axis("samples/s", [12_000, 80_000])
+    assert made["ticktext"] == ["20k", "50k"] or {"20k", "50k"} < set(made["ticktext"])
+    assert made["tickvals"][made["ticktext"].index("20k")] == 20_000

@@ -62,6 +62,15 @@ def test_one_word_places_all_tables() -> None:
     assert parse(RunSpec, yaml.safe_load(yaml.safe_dump(to_plain(spec)))) == spec
 
 
+@pytest.mark.parametrize(
+    "change", ["placement=ssd", "placement.sparse_0=ssd", "placement={'*': {where: ssd, cache_fraction: 0.2}}"]
+)
+def test_tables_on_ssd_are_in_the_working_folder_unless_another_is_named(change: str) -> None:
+    assert small_spec(change).memory.folder == "."
+    assert small_spec(change, "memory.folder=rows").memory.folder == "rows"
+    assert small_spec().memory.folder is None  # where `auto` uses no disk
+
+
 def test_a_placement_can_be_set_on_the_command_line_and_comes_back_from_yaml() -> None:
     spec = small_spec("placement.sparse_*.where=cached", "placement.sparse_*.cache_fraction=0.2", "placement.sparse_1=device")
     assert spec.placement == {"sparse_*": TablePlacementSpec(where="cached", cache_fraction=0.2), "sparse_1": "device"}
@@ -79,8 +88,6 @@ def test_a_placement_can_be_set_on_the_command_line_and_comes_back_from_yaml() -
         (["placement=atuo"], "placement: got 'atuo'; did you mean `auto`?"),
         (["placement=[device]"], "placement: expected mapping of names to"),
         (["placement.sparse_0.cache_fraction=0"], "placement.sparse_0.cache_fraction: must be above 0"),
-        (["placement=ssd"], "memory.folder: table `sparse_0` is placed on ssd: name a folder"),
-        (["placement.sparse_0=ssd"], "memory.folder: table `sparse_0` is placed on ssd: name a folder"),
         (["memory.host=lots"], "memory.host: `lots` is not a size"),
         (["memory.device=0"], "memory.device: must be above 0"),
         (["memory.hots=1GB"], "memory.hots: unknown key: did you mean `host`?"),

@@ -14,7 +14,7 @@ from rowstead.cli import fleet as fleet_commands
 from rowstead.cli.options import RUNS, Root, Set, print_shipped
 from rowstead.distributed import launch
 from rowstead.records.limits import require_address_space
-from rowstead.report.terminal import terminal, two_columns
+from rowstead.report.terminal import loading, terminal, two_columns
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import is_multi_process
 
@@ -141,12 +141,13 @@ def train(
         flags = [("--profile", profile), ("--accept-changed-log", accept_changed_log)]
         _launch(["train", *named, *changes, *given, *(flag for flag, is_given in flags if is_given)], processes)
 
-    from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
-    from rowstead.cli.console import print_ending, progress_callback
+    console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
+    with loading(console, "PyTorch"):
+        from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
+        from rowstead.cli.console import print_ending, progress_callback
 
     if launch.is_launched():
         launch.exit_with_launcher()
-    console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
     with progress_callback(console) as callback:
         if resume is not None:
             result = run.resume(

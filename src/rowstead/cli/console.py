@@ -14,8 +14,9 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rowstead.distributed.stop import exit_code_of
 from rowstead.report.terminal import count, two_columns
@@ -34,16 +35,23 @@ def progress_callback(console: Console) -> Iterator[ProgressCallback]:
     if not console.is_terminal:
         yield PlainProgress(console)
         return
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), _Steps(), TextColumn("{task.fields[figures]}"), _TimeLeft())
     with Progress(*columns, console=console, transient=True) as bar:
         yield ProgressBar(bar)
+
+
+class _Steps(MofNCompleteColumn):
+    """Steps, once there is one."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """The time left, once there is a step."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else Text("ETA ") + super().render(task)
 
 
 def figures_of(progress: TrainProgress) -> str:
@@ -99,17 +107,18 @@ class ConsoleLines:
 
 
 class ProgressBar(ConsoleLines):
-    """Shows training as a progress bar."""
+    """Shows training as a progress bar; until the first step it says that the run starts."""
 
     def __init__(self, bar: Progress) -> None:
         super().__init__(bar.console)
         self._bar = bar
-        self._task = bar.add_task("training", total=None, figures="")
+        self._task = bar.add_task("starting", total=None, figures="")
         self._throttle = Throttle(BAR_EVERY_S)
 
     def on_step(self, progress: TrainProgress) -> None:
         if self._throttle.is_due() or progress.step == progress.total_steps:
-            self._bar.update(self._task, total=progress.total_steps, completed=progress.step, figures=figures_of(progress))
+            facts = {"total": progress.total_steps, "completed": progress.step, "figures": figures_of(progress)}
+            self._bar.update(self._task, description="training", **facts)
 
 
 class PlainProgress(ConsoleLines):
@@ -172,7 +181,7 @@ def as_typed(path: Path) -> str:
 
 
 def summary(result: Result) -> Table:
-    """The summary of a run: quality, speed, where the time went, the folder and the next commands."""
+    """The summary of a run: quality, speed and where the time went."""
     outcome = result.outcome
     rows = quality_rows(outcome.quality) if outcome.quality is not None else []
     if outcome.test is not None:
@@ -183,10 +192,6 @@ def summary(result: Result) -> Table:
     if total_s > 0:
         parts = sorted(outcome.phase_s.items(), key=lambda item: -item[1])
         rows.append(("where the time went", " · ".join(f"{phase.value} {s / total_s:.0%}" for phase, s in parts)))
-    rows.append(("model", str(result.folder)))
-    me = command_name()
-    run = as_typed(result.folder)
-    rows.append(("next", f"{me} evaluate {run}\n{me} export {run} --to exported"))
     title = f"{result.folder.name}: {outcome.ending} after {count(outcome.position.step, 'step')}"
     return two_columns(title, rows)
 
@@ -196,6 +201,9 @@ def print_ending(console: Console, result: Result, *, options: str = "") -> None
     step = result.outcome.position.step
     if result.outcome.ending != "interrupted":
         console.print(summary(result))
+        me, run = command_name(), as_typed(result.folder)
+        for line in (f"model: {result.folder}", "next:", f"  {me} evaluate {run}", f"  {me} export {run} --to exported"):
+            console.print(line, soft_wrap=True)  # not in the table, whose borders and line breaks a shell would get
         return
     console.print(f"Stopped after step {step:,}; the checkpoint is saved." if step else "Stopped before the first step.")
     console.print(f"Resume with: {command_name()} train --resume {as_typed(result.folder)}{options}", soft_wrap=True)

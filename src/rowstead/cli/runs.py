@@ -144,8 +144,8 @@ def _print_problems(notes: Console, contents: Contents) -> None:
     if contents.unfinished:
         shown = ", ".join(Path(one).name for one in contents.unfinished[:MAX_NAMES])
         more = ", …" if len(contents.unfinished) > MAX_NAMES else ""
-        runs = count(len(contents.unfinished), "run")
-        notes.print(f"{runs} failed or unfinished: {printable(shown)}{more}", soft_wrap=True)
+        runs = f"{count(len(contents.unfinished), 'run')} {'is' if len(contents.unfinished) == 1 else 'are'}"
+        notes.print(f"{runs} training or unfinished: {printable(shown)}{more}", soft_wrap=True)
 
 
 def _kind(entry: StoreEntry) -> str:

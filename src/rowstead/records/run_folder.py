@@ -24,8 +24,19 @@ DEFAULT_ROOT = "runs"
 MAX_SPEC_BYTES = 16 << 20
 BEST = "best"
 """The checkpoint of the best evaluation, in a run's folder."""
+MAX_FAILURE_BYTES = 1 << 20
 LAST = "last"
 """Stands for the run that was trained most recently."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a run failed, and when."""
+
+    date: str
+    step: int
+    """Steps it had trained."""
+    why: str
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,11 @@ class RunFolder:
     def record_file(self) -> Path:
         """The result of the run; absent until it has finished."""
         return self.path / "record.json"
+
+    @property
+    def failure_file(self) -> Path:
+        """Why the run failed, as a Failure; absent if it did not, or was resumed since."""
+        return self.path / "failure.json"
 
     @property
     def predicted_file(self) -> Path:
@@ -179,6 +195,37 @@ class RunFolder:
         """Write the result of the run."""
         with _folder_errors(self.record_file):
             write_atomic(self.record_file, json_line(to_plain(record)))
+
+    def write_failure(self, failure: Failure) -> None:
+        """Keep why the run failed. A disk that is full, as it may be then, is no second error."""
+        with contextlib.suppress(OSError):
+            write_atomic(self.failure_file, json_line(to_plain(failure)))
+
+    def read_failure(self) -> Failure | None:
+        """Why the run failed; None if it did not."""
+        try:
+            plain = parse_json(read_plain(self.failure_file, MAX_FAILURE_BYTES))
+            return Failure(date=str(plain["date"]), step=int(plain["step"]), why=str(plain["why"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a process trains into it now."""
+        try:
+            descriptor = open_plain(self.path / ".lock", os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            os.kill(int(os.read(descriptor, 32)), 0)  # a process that has gone holds no lock
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except (OSError, ValueError):
+            return False
+        finally:
+            os.close(descriptor)
+        return False
 
     def read_record(self) -> Record:
         """The result of the run, once it has finished."""

@@ -80,7 +80,7 @@ class Contents:
     num_bad_lines: int
     """Lines and record files that could not be read, torn ones among them."""
     unfinished: tuple[str, ...] = ()
-    """Folders of runs that have no record yet."""
+    """Folders of runs that have neither finished nor failed."""
 
     def of(self, *, study: str | None = None, source: Source | None = None, kind: str | None = None) -> tuple[StoreEntry, ...]:
         """The entries of a study, a source or a kind of record."""
@@ -165,20 +165,30 @@ def read_entries(path: Path) -> tuple[list[StoreEntry], int]:
 
 
 def entries_of(run: RunFolder) -> tuple[list[StoreEntry], int]:
-    """The result of a run, its prediction, and the number of these files that are unreadable; empty before it has finished."""
-    entries, num_bad = [], 0
+    """The result of a run, its prediction, and the number of these files that are unreadable; empty before it has ended."""
+    entries: list[StoreEntry] = []
+    num_bad = 0
     for file, name in ((run.record_file, run.name), (run.predicted_file, f"predicted:{run.name}")):
         try:
             line = read_plain(file, MAX_LINE_BYTES)
         except OSError:
             if file == run.record_file:
-                break
+                return _failure_of(run), 0
             continue
         entry = entry_in(line)
         num_bad += entry is None
         if entry is not None:
             entries.append(dataclasses.replace(entry, folder=str(run.path), id=name))
     return entries, num_bad
+
+
+def _failure_of(run: RunFolder) -> list[StoreEntry]:
+    """The entry of a run that failed; none if it did not."""
+    failure = run.read_failure()
+    if failure is None or run.is_training:
+        return []
+    record = Record(kind="measured", name=run.name, spec_digest="", date=failure.date, figures={"num_steps": failure.step})
+    return [StoreEntry(record=record, failure=failure.why, folder=str(run.path), id=run.name)]
 
 
 def line_of(entry: StoreEntry) -> str:

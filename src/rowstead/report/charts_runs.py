@@ -14,6 +14,7 @@ from rowstead.report.theme import (
     diagonal,
     figure_text,
     horizontal_bars,
+    label,
     labels,
     layout,
     limit_line,
@@ -28,6 +29,15 @@ MAX_RUNS = 8
 """Maximum number of runs in a chart, newest first."""
 MAX_POINTS = 400
 """Maximum number of points of a curve."""
+
+Inks = Mapping[str, int]
+"""The color of each run, the same in every chart."""
+
+
+def inks_of(runs: Sequence[RunView]) -> Inks:
+    """A color for each run that charts draw."""
+    return {run.name: index for index, run in enumerate(runs)}
+
 
 FORMER_KEYS = {
     "waiting_for_data_s": Phase.DATA.key,
@@ -90,7 +100,8 @@ def draw_times(spent: Sequence[TimeSpent]) -> Chart | None:
     return Chart(
         key="time-by-phase",
         title="Time by phase",
-        words="Wall-clock time of each run by phase, including evaluation and checkpoints." + _newest(spent),
+        words="Wall-clock time of each run by phase, including evaluation and checkpoints, and including kernels that were compiled "
+        "meanwhile." + _newest(spent),
         traces=traces,
         **row_per_name(axis("share of the run, %", range=[0, 100]), len(rows), barmode="stack", bargap=0.35),
         table=TextTable("Seconds", ("run", *(phase.value for phase in phases)), rows),
@@ -116,8 +127,8 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Chart | None:
     return Chart(
         key="mean-step",
         title="Mean step",
-        words="Phases of a training step, as means over the run. Data that is prefetched counts only for the time that a step waits for it."
-        + _newest(spent),
+        words="Phases of a training step, as means over the run. Data that is prefetched counts only for the time that a step waits for it. "
+        "A first run may wait for kernels that are compiled; throughput leaves its first steps out." + _newest(spent),
         traces=traces,
         **row_per_name(axis("milliseconds", rangemode="tozero"), len(rows), barmode="overlay", bargap=0.35),
         table=TextTable("Milliseconds", ("run", *(phase.value for phase in phases)), rows),
@@ -146,6 +157,9 @@ class QualityCurves:
     """The best possible NE, if known."""
     batch_size: int | None = None
     """Samples per step, if the recipe is known."""
+    log: str = ""
+    """Identifies the log."""
+    log_name: str = ""
 
 
 def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> MetricCurve:
@@ -167,21 +181,34 @@ def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
             size = run.spec.train.batch_size if run.spec is not None else None
             found.append(
                 QualityCurves(
-                    name=run.name, training=training, evaluation=evaluation, best=best[-1] if best else None, batch_size=size
+                    name=run.name,
+                    training=training,
+                    evaluation=evaluation,
+                    best=best[-1] if best else None,
+                    batch_size=size,
+                    log=run.log,
+                    log_name=run.log_name,
                 )
             )
     return found
 
 
-def draw_quality(curves: Sequence[QualityCurves]) -> Chart | None:
+def draw_quality(curves: Sequence[QualityCurves], inks: Inks) -> list[Chart]:
+    """NE of the runs on each log, whose best possible NE is no other's."""
+    logs = list(dict.fromkeys(one.log for one in curves))
+    return [
+        _draw_quality([one for one in curves if one.log == log], inks, index if len(logs) > 1 else None)
+        for index, log in enumerate(logs)
+    ]
+
+
+def _draw_quality(curves: Sequence[QualityCurves], inks: Inks, index: int | None) -> Chart:
     """NE against samples, so that batch sizes can be compared; against steps if a batch size is unknown."""
-    if not curves:
-        return None
     by_samples = all(one.batch_size is not None for one in curves)
     what = "samples" if by_samples else "step"
     traces = []
     names = labels(one.name for one in curves)
-    for index, (one, name) in enumerate(zip(curves, names, strict=True)):
+    for one, name in zip(curves, names, strict=True):
         hover = f"{name}<br>{what} %{{x:,}}<br>NE %{{y:.4f}}"
         each = one.batch_size if by_samples and one.batch_size is not None else 1
         for part, points, options in (
@@ -191,9 +218,9 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Chart | None:
             if points.steps:
                 x = [each * step for step in points.steps]
                 options |= {"hovertemplate": f"{hover}, {part}<extra></extra>", "legendgroup": name}
-                traces.append(lines(f"{name}, {part}", x, points.values, index, **options))
-    bests = sorted({round(one.best, 4) for one in curves if one.best is not None})
-    shapes = [limit_line(best, f"best possible {best:.4f}", textposition="start", yanchor="bottom") for best in bests[:3]]
+                traces.append(lines(f"{name}, {part}", x, points.values, inks.get(one.name, 0), **options))
+    best = next((one.best for one in curves if one.best is not None), None)  # of the newest run, in case the split was changed
+    shapes = [] if best is None else [limit_line(best, f"best possible {best:.4f}", textposition="start", yanchor="bottom")]
     rows = tuple(
         (
             one.name,
@@ -203,8 +230,8 @@ def draw_quality(curves: Sequence[QualityCurves]) -> Chart | None:
         for one in curves
     )
     return Chart(
-        key="ne",
-        title="NE during training",
+        key="ne" if index is None else f"ne-{index}",
+        title="NE during training" if index is None else f"NE during training on {label(curves[0].log_name)}",
         words="Normalized entropy: always predicting the mean label gives 1; lower is better. Pale lines are predictions made before each update, over a window."
         + _newest(curves),
         traces=traces,
@@ -244,15 +271,17 @@ def _numbers(part: object) -> tuple[float, ...]:
     return tuple(map(float, given)) if all(is_figure(one) for one in given) else ()
 
 
-def draw_calibration(found: Sequence[Calibration]) -> Chart | None:
+def draw_calibration(found: Sequence[Calibration], inks: Inks) -> Chart | None:
     """Mean label against mean prediction, with the diagonal of perfect calibration."""
     if not found:
         return None
     most = max(max(*one.predicted, *one.observed) for one in found)
     traces = [diagonal("calibrated", 0, most)]
-    for index, (one, name) in enumerate(zip(found, labels(one.name for one in found), strict=True)):
+    for one, name in zip(found, labels(one.name for one in found), strict=True):
         hover = "predicted %{x:.2%}<br>observed %{y:.2%}<br>%{customdata:,.0f} examples<extra>" + name + "</extra>"
-        traces.append(lines(name, one.predicted, one.observed, index, customdata=list(one.weight), hovertemplate=hover))
+        traces.append(
+            lines(name, one.predicted, one.observed, inks.get(one.name, 0), customdata=list(one.weight), hovertemplate=hover)
+        )
     rows = tuple(
         (one.name, *(f"{100 * o - 100 * p:+.2f}" for p, o in zip(one.predicted, one.observed, strict=True))) for one in found
     )
@@ -279,15 +308,15 @@ def speed_curves(runs: Sequence[RunView]) -> list[MetricCurve]:
     return [one for one in found if len(one.steps) > 1]
 
 
-def draw_speed(curves: Sequence[MetricCurve]) -> Chart | None:
+def draw_speed(curves: Sequence[MetricCurve], inks: Inks) -> Chart | None:
     """Throughput against steps."""
     if not curves:
         return None
     names = labels(one.name for one in curves)
     hover = "step %{x:,}<br>%{y:.3s} samples/s<extra>%{fullData.name}</extra>"
     traces = [
-        lines(name, one.steps, one.values, index, mode="lines", hovertemplate=hover)
-        for index, (one, name) in enumerate(zip(curves, names, strict=True))
+        lines(name, one.steps, one.values, inks.get(one.name, 0), mode="lines", hovertemplate=hover)
+        for one, name in zip(curves, names, strict=True)
     ]
     values = [value for one in curves for value in one.values]
     up = (
@@ -301,7 +330,7 @@ def draw_speed(curves: Sequence[MetricCurve]) -> Chart | None:
     return Chart(
         key="speed",
         title="Throughput during training",
-        words="Samples per second since the start, per event; the first steps compile kernels." + _newest(curves),
+        words="Samples per second since the start, without the first steps, which may compile kernels." + _newest(curves),
         traces=traces,
         layout=layout(axis("step", rangemode="tozero"), up),
         table=TextTable("Samples per second", ("run", "lowest", "last", "highest"), rows),

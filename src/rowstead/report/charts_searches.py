@@ -56,10 +56,10 @@ def _range_without_outliers(values: Sequence[float]) -> list[float]:
 
 
 def draw_history(name: str, trials: Sequence[Trial]) -> Chart:
-    """The objective by trial, and the best so far."""
+    """NE by trial, and the best so far."""
     whole = [trial for trial in trials if trial.counts and trial.objective is not None]
     kept = thinned(whole, MAX_TRIALS)
-    numbers, values = [trial.number for trial in kept], [float(trial.objective or 0.0) for trial in kept]
+    numbers, values = [trial.number + 1 for trial in kept], [float(trial.objective or 0.0) for trial in kept]
     best = [trial.best for trial in kept]
     each = points("trial", numbers, values, 0, hovertemplate="trial %{x}<br>%{y:.5~g}<extra></extra>")
     steps = lines("best so far", numbers, best, 1, mode="lines", hovertemplate="after trial %{x}<br>%{y:.5~g}<extra></extra>")
@@ -72,9 +72,11 @@ def draw_history(name: str, trials: Sequence[Trial]) -> Chart:
     return Chart(
         key=f"{name}-history",
         title="Optimization history",
-        words="Objective value of each trial; lower is better." + lost + above,
+        words="NE of each trial; lower is better." + lost + above,
         traces=[each, steps],
-        layout=layout(axis("trial"), axis("objective", range=_range_without_outliers(values))),
+        layout=layout(
+            axis("trial", tick0=1, dtick=max(1, math.ceil(max(numbers) / 8))), axis("NE", range=_range_without_outliers(values))
+        ),
         table=TextTable("Search", ("", "value"), rows),
     )
 
@@ -105,7 +107,7 @@ def draw_importance(name: str, shares: dict[str, float]) -> Chart:
     return Chart(
         key=f"{name}-importance",
         title="Parameter importance",
-        words="Relative importance of each parameter for the objective (PED-ANOVA).",
+        words="Relative importance of each parameter for NE (PED-ANOVA).",
         traces=[trace],
         **row_per_name(axis("importance", tickformat=".0%", rangemode="tozero"), len(falling)),
         table=TextTable("Importance", ("parameter", "share"), tuple((key, f"{share:.1%}") for key, share in falling)),
@@ -125,7 +127,7 @@ def draw_front(name: str, trials: Sequence[Trial]) -> Chart:
     keys = list(trials[0].parameters)
     rows = tuple(
         (
-            f"trial {t.number}",
+            f"trial {t.number + 1}",
             figure_text(t.samples_per_s),
             figure_text(t.objective),
             *(words_of(t.parameters[key]) if key in t.parameters else "" for key in keys),
@@ -138,8 +140,8 @@ def draw_front(name: str, trials: Sequence[Trial]) -> Chart:
         title="Quality against speed",
         words="Each point is a trial. No trial is both faster and better than one on the Pareto front.",
         traces=traces,
-        layout=layout(axis("samples/s", exponentformat="SI"), axis("objective", range=_range_without_outliers(every))),
-        table=TextTable("Pareto front", ("", "samples/s", "objective", *keys), rows),
+        layout=layout(axis("samples/s", exponentformat="SI"), axis("NE", range=_range_without_outliers(every))),
+        table=TextTable("Pareto front", ("", "samples/s", "NE", *keys), rows),
     )
 
 

@@ -246,13 +246,14 @@ def draw_heat(study: Study) -> list[Chart]:
         texts = [[figure_text(value) for value in row] for row in table]
         value = f"%{{z:.4~s}} {label(unit(study.figure))}<extra></extra>"
         hover = f"{label(first.name)} %{{y}}, {label(second.name)} %{{x}}<br>{value}"
-        trace = heat_map(second.words, first.words, table, texts, hovertemplate=hover)
+        lower_is_better = study.figure.startswith("ne")
+        trace = heat_map(second.words, first.words, table, texts, hovertemplate=hover, reversescale=lower_is_better)
         rows = tuple((words_of(value), *row) for value, row in zip(first.values, texts, strict=True))
         charts.append(
             Chart(
                 key=f"{study.name}-heat-{len(charts)}-{study.figure}",
                 title=f"{study.name}: {unit(study.figure)}, {name}",
-                words=f"By {first.name} and {second.name}." + _failed(study),
+                words=f"By {first.name} and {second.name}; the stronger the color, the better." + _failed(study),
                 traces=[trace],
                 layout=layout(axis(label(second.name), type="category"), axis(label(first.name), type="category")),
                 table=TextTable(unit(study.figure), (first.name, *(words_of(value) for value in second.values)), rows),

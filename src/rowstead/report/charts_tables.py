@@ -35,7 +35,7 @@ MIN_LENGTH = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSizes:
-    """The sparse features of a recipe or a log (the paper's Figs. 6 and 7)."""
+    """The sparse features of a recipe or a log."""
 
     names: tuple[str, ...]
     num_rows: tuple[int, ...]
@@ -44,21 +44,21 @@ class FeatureSizes:
     """Mean ids per example, after truncation."""
 
 
-def feature_sizes(spec: RunSpec) -> FeatureSizes:
-    """Hash size and mean length of each feature of a recipe."""
+def feature_sizes(spec: RunSpec, ids: Sequence[float] | None = None) -> FeatureSizes:
+    """Hash size and mean length of each feature of a recipe; `ids` are the mean lengths of its log, if it is not synthetic."""
     rows = {index: table.num_rows for table in spec.tables for index in table.features}
     features = spec.features.expanded_sparse()
     return FeatureSizes(
         names=tuple(feature.name for feature in features),
         num_rows=tuple(rows[index] for index in range(len(features))),
-        ids=mean_ids(spec),
+        ids=mean_ids(spec) if ids is None else tuple(ids),
     )
 
 
 def draw_sizes(
     found: Sequence[tuple[str, FeatureSizes]],
     *,
-    title: str = "Hash size against mean length (Fig. 6)",
+    title: str = "Hash size against mean length",
     words: str = "Each point is a sparse feature: rows of its table, and its mean ids per example. Table size and traffic need not be correlated.",
     limit: int | None = None,
 ) -> Chart | None:
@@ -87,9 +87,7 @@ def draw_sizes(
     )
 
 
-def draw_lengths(
-    found: Sequence[tuple[str, FeatureSizes]], *, title: str = "Mean lengths over features (Fig. 7)"
-) -> Chart | None:
+def draw_lengths(found: Sequence[tuple[str, FeatureSizes]], *, title: str = "Mean lengths over features") -> Chart | None:
     """Mean lengths in descending order, by recipe: a power law is a straight line."""
     found = [(name, sizes) for name, sizes in found if len(sizes.names) > 1]
     if not found:
@@ -127,19 +125,20 @@ class PlacedTable:
 
 
 def placed_tables(run: RunView) -> list[PlacedTable]:
-    """The tables of a run with their placement; on the device if the run saved none."""
+    """The tables of a run with their placement; on the device if the run saved none. Unknown lengths count as one id."""
     spec = run.spec
     if spec is None:
         return []
+    ids = run.mean_ids or mean_ids(spec)
     where = {str(table["name"]): str(table.get("where", "device")) for table in run.placement}
     return [
         PlacedTable(
             name=table.name,
             where=where.get(table.name, "device"),
             num_bytes=float(table.bytes),
-            read_bytes=table.ids_per_sample * table.row_bytes,
+            read_bytes=sum(ids[feature] for feature in features.features) * table.row_bytes,
         )
-        for table in step_work(spec).tables
+        for table, features in zip(step_work(spec).tables, spec.tables, strict=True)
     ]
 
 

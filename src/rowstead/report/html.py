@@ -134,6 +134,7 @@ p { margin: .2rem 0 .4rem; color: var(--quiet); max-width: 52rem; overflow-wrap:
 a { color: var(--a); } nav { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin-top: .5rem; font-size: .92rem; } nav a, h2 { overflow-wrap: anywhere; min-width: 0; }
 main { display: grid; gap: 1.5rem; } main > section { min-width: 0; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)); margin: .6rem 0; }
+@media (min-width: 70rem) { figure:last-child:nth-child(odd) { grid-column: 1 / -1; } }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: .9rem 1rem; min-width: 0; break-inside: avoid; }
 .head { display: flex; justify-content: space-between; align-items: start; gap: .75rem; } .save { font: inherit; font-size: .72rem; color: var(--quiet); background: none; border: 1px solid var(--line); border-radius: 6px; padding: 0 .45rem; cursor: pointer; }
 figcaption p { font-size: .88rem; margin-bottom: .3rem; } .figure { width: 100%; min-width: 0; }
@@ -174,8 +175,9 @@ function draw(index) {
   else if (narrow.matches) {
     layout.font.size = 11;
     if (layout.showlegend && !layout.scene) { // below the figure
-      layout.legend = { orientation: 'h', y: -0.25, yanchor: 'top', entrywidthmode: 'fraction', entrywidth: 0.48 };
-      plots[index].style.height = `calc(${plots[index].dataset.height}rem + ${0.7 * data.length}rem)`;
+      const shown = data.filter((trace) => trace.showlegend !== false), long = shown.some((trace) => (trace.name ?? '').length > 18);
+      layout.legend = { orientation: 'h', y: -0.25, yanchor: 'top', entrywidthmode: 'fraction', entrywidth: long ? 1 : 0.48 };
+      plots[index].style.height = `calc(${plots[index].dataset.height}rem + ${(long ? 1.4 : 0.7) * shown.length}rem)`;
     }
   }
   drawn.add(index);

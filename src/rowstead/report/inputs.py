@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rowstead.plan.traffic import mean_ids
 from rowstead.records.events import Event, read_events
+from rowstead.records.files import is_figure
 from rowstead.records.run_folder import RunFolder, runs_in
 from rowstead.records.store import FILE, Contents, RunStore, StoreEntry, entries_of, read_entries
+from rowstead.report.terminal import count
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.parse import digest
 from rowstead.spec.run import RunSpec
 
 
@@ -53,6 +57,42 @@ class RunView:
             plain = json.loads((self.folder.path / "placement.json").read_text())
             return [dict(table) for table in plain["tables"] if isinstance(table["name"], str)]
         return []
+
+    @property
+    def log(self) -> str:
+        """Identifies the log that it trained on; empty if unknown."""
+        return digest(self.spec.data.log) if self.spec is not None else ""
+
+    @property
+    def log_name(self) -> str:
+        """The log for people: where its training files are."""
+        if self.spec is None:
+            return "unknown log"
+        paths = getattr(self.spec.data.log, "train", None)
+        return str(paths[0]) if paths else "synthetic log"
+
+    @property
+    def ne(self) -> float | None:
+        return self.figures.get("ne")
+
+    @property
+    def status(self) -> str:
+        """How it ended, or that it has not."""
+        if self.entry is None:
+            return "training" if self.folder.is_training else "unfinished"
+        if self.entry.failure is None:
+            return "finished"
+        return f"failed after {count(int(self.figures.get('num_steps', 0)), 'step')}: {self.entry.failure}"
+
+    @property
+    def mean_ids(self) -> tuple[float, ...] | None:
+        """Mean ids per example of each sparse feature, as measured, or as drawn for a synthetic log; None if unknown."""
+        if self.spec is None:
+            return None
+        found = next((event.get("mean_ids") for event in reversed(self.of_kind("features"))), None)
+        if isinstance(found, list) and len(found) == len(self.spec.features.expanded_sparse()) and all(map(is_figure, found)):
+            return tuple(map(float, found))
+        return mean_ids(self.spec) if self.spec.data.synth is not None else None
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["kind"] == kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,19 +30,21 @@ FIGURES = {
 }
 """Figures in the table of runs."""
 MAX_SURFACES = 4
+MAX_LOGS = 8
+"""Maximum number of logs with a table of runs."""
 MAX_RECIPES_READ = 64
 """Number of newest runs whose recipes are read for their tables: each takes some milliseconds."""
 RATIOS = (("predicted: bigbasin-32", "predicted: cpu-2s"),)
 """Machines that the paper compares."""
 PAPER = {
-    "fig5": "Fig. 5 of the study: utilization of machines",
-    "fig9": "Fig. 9: how many servers models take",
-    "fig10": "Fig. 10: throughput over dense and sparse features",
-    "fig11": "Fig. 11: throughput over batch size",
-    "fig12": "Fig. 12: throughput over hash size",
-    "fig13": "Fig. 13: throughput over MLP dimensions",
-    "fig14": "Fig. 14: placements of tables",
-    "fig15": "Fig. 15: quality over batch size",
+    "fig5": "Utilization of machines (the study's Fig. 5)",
+    "fig9": "How many servers models take (the study's Fig. 9)",
+    "fig10": "Throughput over dense and sparse features (the study's Fig. 10)",
+    "fig11": "Throughput over batch size (the study's Fig. 11)",
+    "fig12": "Throughput over hash size (the study's Fig. 12)",
+    "fig13": "Throughput over MLP dimensions (the study's Fig. 13)",
+    "fig14": "Placements of tables (the study's Fig. 14)",
+    "fig15": "Quality over batch size (the study's Fig. 15)",
 }
 """Descriptions of the shipped sweeps."""
 
@@ -110,35 +113,39 @@ def _summarize(inputs: ReportInputs) -> str:
 
 
 def overview(inputs: ReportInputs) -> Section:
-    """The newest run as cards, and all runs in a table."""
+    """The best run on the log that was trained on last as cards, and all runs in a table, the best of each log first."""
     blocks = []
-    finished = [run for run in inputs.runs if run.entry is not None]
+    groups = _by_log(inputs.runs)
+    finished = [run for run in next(iter(groups.values()), []) if run.status == "finished"]
     if finished:
-        last = finished[0]
-        figures = last.figures
-        cards = [("newest run", last.name, last.entry.record.date[:16].replace("T", " ") if last.entry else "")]
-        if "samples_per_s" in figures:
-            cards.append(("throughput", figure_text(figures["samples_per_s"]), "samples/s"))
-        if "ne" in figures:
-            best = f"best possible {figures['ne_best']:.4f}" if "ne_best" in figures else ""
-            cards.append(("NE", f"{figures['ne']:.4f}", best))
+        best, figures = finished[0], finished[0].figures
+        date = best.entry.record.date[:16].replace("T", " ") if best.entry else ""
+        cards = [("best run" if best.ne is not None and len(finished) > 1 else "newest run", best.name, date)]
+        if best.ne is not None:
+            possible = f"best possible {figures['ne_best']:.4f}" if "ne_best" in figures else ""
+            cards.append(("NE", f"{best.ne:.4f}", ", ".join(filter(None, (_change(best, finished), possible)))))
         if "auc" in figures:
             cards.append(("AUC", f"{figures['auc']:.4f}", ""))
+        if "samples_per_s" in figures:
+            cards.append(("throughput", figure_text(figures["samples_per_s"]), "samples/s"))
         if "reading_held_up_share" in figures:
             cards.append(("waiting for data", f"{figures['reading_held_up_share']:.0%}", "of the time"))
         blocks.append(cards_html(cards))
     tables = []
-    if inputs.runs:
-        shown = [key for key in FIGURES if any(key in run.figures for run in inputs.runs)]
+    shown = [key for key in FIGURES if any(key in run.figures for run in inputs.runs)]
+    for index, runs in enumerate(groups.values()):
         rows = tuple(
             (
                 run.name,
-                run.entry.record.date[:16].replace("T", " ") if run.entry else "not finished",
+                run.entry.record.date[:16].replace("T", " ") if run.entry else "",
+                run.status,
                 *(figure_text(run.figures.get(key)) for key in shown),
             )
-            for run in inputs.runs
+            for run in runs
         )
-        tables.append(TextTable("Runs", ("run", "date", *(FIGURES[key] for key in shown)), rows))
+        title = "Runs" if len(groups) == 1 else f"Runs on {runs[0].log_name}"
+        if index < MAX_LOGS:
+            tables.append(TextTable(title, ("run", "date", "status", *(FIGURES[key] for key in shown)), rows))
     studies = inputs.contents.studies
     if studies:
         counts = {name: count_kinds(newest(inputs.contents.of(study=name))) for name in studies}
@@ -147,16 +154,37 @@ def overview(inputs: ReportInputs) -> Section:
     return Section(key="overview", title="Overview", blocks=blocks, tables=tables)
 
 
+def _by_log(runs: Sequence[RunView]) -> dict[str, list[RunView]]:
+    """The runs on each log, the log of the newest run first; of one log the best run first and those without a result last.
+
+    Only the newest runs' recipes are read; the logs of older runs count as one.
+    """
+    found: dict[str, list[RunView]] = {}
+    for index, run in enumerate(runs):
+        found.setdefault(run.log if index < MAX_RECIPES_READ else "", []).append(run)
+    return {log: sorted(of, key=lambda run: math.inf if run.ne is None else run.ne) for log, of in found.items()}
+
+
+def _change(best: RunView, finished: Sequence[RunView]) -> str:
+    """The change of the best run's NE against the run before it."""
+    before = [run for run in finished if run.entry and best.entry and run.entry.record.date < best.entry.record.date and run.ne]
+    if best.ne is None or not before:
+        return ""
+    last = max(before, key=lambda run: run.entry.record.date if run.entry else "")
+    return f"{100 * (best.ne / (last.ne or 1.0) - 1):+.2f} % against {last.name}"
+
+
 def _run_sections(runs: Sequence[RunView]) -> list[Section]:
     spent = charts_runs.times_spent(runs[: 4 * charts_runs.MAX_RUNS])
+    inks = charts_runs.inks_of(runs)
     time = [
         charts_runs.draw_steps(spent),
         charts_runs.draw_times(spent),
-        charts_runs.draw_speed(charts_runs.speed_curves(runs)),
+        charts_runs.draw_speed(charts_runs.speed_curves(runs), inks),
     ]
     quality = [
-        charts_runs.draw_quality(charts_runs.quality_curves(runs)),
-        charts_runs.draw_calibration(charts_runs.calibrations(runs)),
+        *charts_runs.draw_quality(charts_runs.quality_curves(runs), inks),
+        charts_runs.draw_calibration(charts_runs.calibrations(runs), inks),
     ]
     return [
         Section(key="time", title="Steps and time", charts=_drawn(time)),
@@ -237,11 +265,15 @@ def _quality_section(name: str, inputs: ReportInputs) -> Section:
 def _tables_section(runs: Sequence[RunView]) -> Section:
     by_recipe: dict[str, RunView] = {}
     for run in runs[:MAX_RECIPES_READ]:
-        if run.spec is not None and run.spec.features.sparse:
+        if run.spec is not None and run.spec.features.sparse and run.mean_ids is not None:
             by_recipe.setdefault(run.spec.name, run)
         if len(by_recipe) == charts_runs.MAX_RUNS:
             break
-    sizes = [(name, charts_tables.feature_sizes(run.spec)) for name, run in by_recipe.items() if run.spec is not None]
+    sizes = [
+        (name, charts_tables.feature_sizes(run.spec, run.mean_ids))
+        for name, run in by_recipe.items()
+        if run.spec and run.mean_ids
+    ]
     charts: list[Chart | None] = [charts_tables.draw_sizes(sizes), charts_tables.draw_lengths(sizes)]
     for run in list(by_recipe.values())[:1]:
         tables = charts_tables.placed_tables(run)

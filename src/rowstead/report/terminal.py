@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import IO
 
 from rich import box
@@ -33,6 +35,11 @@ def print_wide(console: Console, table: Table) -> None:
     """Print each row on one line regardless of the console's width; the terminal wraps it."""
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     terminal(file=console.file, width=max(console.width, needed)).print(table)
+
+
+def loading(console: Console, what: str) -> AbstractContextManager[object]:
+    """Say on a terminal that something is loading, for as long as it does."""
+    return console.status(f"loading {what}") if console.is_terminal and not console.quiet else contextlib.nullcontext()
 
 
 def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:

@@ -122,13 +122,40 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 
 
 def log_axis(title: str, values: Iterable[float], **options: Any) -> dict[str, Any]:
-    """A log axis with a margin around the values; a short one has ticks at 1, 2 and 5."""
+    """A log axis with a margin around the values, whose ticks are whole numbers as they are: 20k and not the 2 of 20,000."""
     positive = [value for value in values if value is not None and value > 0] or [1.0]
     low, high = math.log10(min(positive)), math.log10(max(positive))
     margin = max(0.06 * (high - low), 0.04)
-    ticks: Any = "D2" if high - low < 2.5 else 1
-    span = {"type": "log", "range": [low - margin, high + margin], "dtick": ticks, "exponentformat": "SI"}
+    ticks = log_ticks(10 ** (low - margin), 10 ** (high + margin))
+    texts = {} if "tickformat" in options else {"ticktext": [tick_text(value) for value in ticks]}
+    span = {"type": "log", "range": [low - margin, high + margin], "tickmode": "array", "tickvals": ticks, **texts}
     return axis(title, **{**span, **options})
+
+
+MAX_TICKS = 7
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Up to `MAX_TICKS` round numbers from `low` to `high` for a log axis."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [float(f"{factor}e{power}") for power in decades for factor in factors]
+        found = [value for value in found if low <= value <= high]
+        if 3 <= len(found) <= MAX_TICKS:
+            return found
+    if len(found) > MAX_TICKS:
+        return found[:: math.ceil(len(found) / MAX_TICKS)]
+    power = math.floor(math.log10((high - low) / 3))  # less than a decade: equal steps
+    step = next(step for factor in (1, 2, 5, 10) if (high - low) / (step := float(f"{factor}e{power}")) <= MAX_TICKS - 1)
+    return [float(f"{step * number:.12g}") for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def tick_text(value: float) -> str:
+    """A round number, from 1,000 on with a prefix: 20k, 1.5M."""
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(value) >= 10**power:
+            return f"{value / 10**power:.6g}{prefix}"
+    return f"{value:.6g}"
 
 
 def layout(xaxis: Mapping[str, Any], yaxis: Mapping[str, Any], **options: Any) -> dict[str, Any]:

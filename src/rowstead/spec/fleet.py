@@ -26,7 +26,7 @@ class FleetSpec(Spec):
     num_trainers: Processes = 1
     """Trainers, each with `train.sync.hogwild_threads` threads; `trainers=` in `--fleet`."""
     num_sparse: AnyProcesses = 1
-    """Sparse parameter servers, which hold the tables; `sparse=` in `--fleet`."""
+    """Sparse parameter servers, which hold the tables; none with `tables: local`. `sparse=` in `--fleet`."""
     num_dense: AnyProcesses = 1
     """Dense parameter servers, which hold the shared dense parameters, each an equal share of them. 0: none, for a single trainer; `dense=` in `--fleet`."""
     num_readers: Processes = 1
@@ -56,7 +56,8 @@ class FleetSpec(Spec):
             require(
                 self.num_trainers == 1, "tables", "can be `local` only with one trainer: several trainers need sparse servers"
             )
-            require(self.num_sparse == 0, "num_sparse", "must be 0 with `tables: local`, because the trainer holds all tables")
+            require(self.num_sparse <= 1, "num_sparse", "must be 0 with `tables: local`, because the trainer holds all tables")
+            object.__setattr__(self, "num_sparse", 0)  # also for the default
 
     def at_scale(self, scale: float) -> FleetSpec:
         """The fleet that a recipe of this scale starts."""

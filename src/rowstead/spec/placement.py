@@ -56,7 +56,7 @@ class MemorySpec:
     disk: int | str | None = None
     """Limit on the disk of `folder`. Default: 90 % of what is free."""
     folder: str | None = None
-    """Folder on a fast local disk for the files of tables on `ssd`; required for `ssd`."""
+    """Folder on a fast local disk for the files of tables on `ssd`. `ssd` without it uses the working folder; `auto` uses no disk without it."""
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):

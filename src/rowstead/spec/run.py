@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -145,12 +146,8 @@ class RunSpec(Spec):
             rules = rules_for(self.placement, [table.name for table in self.tables])
         except SpecError as error:
             raise error.within("placement") from None
-        on_ssd = next((name for name, rule in rules.items() if rule.where == "ssd"), None)
-        require(
-            on_ssd is None or self.memory.folder is not None,
-            "memory.folder",
-            f"table `{on_ssd}` is placed on ssd: name a folder on a fast local disk for its rows",
-        )
+        if self.memory.folder is None and any(rule.where == "ssd" for rule in rules.values()):
+            object.__setattr__(self, "memory", dataclasses.replace(self.memory, folder="."))
 
     @property
     def scaled_fleet(self) -> FleetSpec | None:

@@ -32,7 +32,7 @@ from rowstead.training.evaluate import evaluate
 from rowstead.training.metrics import Quality
 from rowstead.training.prefetch import copy_ahead
 from rowstead.training.profile import Profiler
-from rowstead.training.progress import EarlyStopping, MovingLoss, Position, Progress, RunReporter
+from rowstead.training.progress import EarlyStopping, MeanIds, MovingLoss, Position, Progress, RunReporter
 from rowstead.training.step import Stepper
 from rowstead.training.throughput import ReaderReport, Throughput, reader_report, reader_warning
 
@@ -118,6 +118,7 @@ class Loop:
         self._moving_loss = MovingLoss()
         self._pending: deque[_PendingLoss] = deque()
         self._throughput = Throughput()
+        self._mean_ids = MeanIds()
         self._reader_cost = Cost()
         """Processor time per sample of the thread that reads batches."""
         self._saved_step = self.position.step if position and is_saved else -1
@@ -158,6 +159,7 @@ class Loop:
             quality = self._finish(ending)
             test = self._evaluate_on_test()
         self._end_profile()
+        self.reporter.write("features", position.step, self._mean_ids.figures())
         reading = self._report_reader()
         return TrainOutcome(
             ending=ending,
@@ -197,6 +199,7 @@ class Loop:
                     if self._changes.marks_rows:
                         self._changes.mark(batch.sparse)
                     loss = self.stepper.start(device_batch, position.step + 1)
+                self._mean_ids.add(batch.sparse)
                 totals = batch.totals
                 self._pending.append(_PendingLoss(totals.weight, totals.mean_label, loss, where))
                 position.step += 1

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from rowstead.data.batch import Sparse
 from rowstead.data.row_order import Cursor
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
@@ -157,6 +160,26 @@ class MovingLoss:
     def _mean(self, column: int) -> float:
         total = sum(step[0] for step in self._steps)
         return sum(step[0] * step[column] for step in self._steps) / total if total else math.nan
+
+
+class MeanIds:
+    """Mean ids per example of each sparse feature."""
+
+    def __init__(self) -> None:
+        self._num_ids: Tensor | None = None
+        self._num_samples = 0
+
+    def add(self, sparse: Sparse) -> None:
+        """Add a batch in system memory."""
+        num_samples = (sparse.offsets.numel() - 1) // max(1, sparse.num_features)
+        if sparse.num_features and num_samples:
+            num_ids = sparse.offsets[::num_samples].diff()
+            self._num_ids = num_ids if self._num_ids is None else self._num_ids + num_ids
+            self._num_samples += num_samples
+
+    def figures(self) -> dict[str, list[float]]:
+        """The means, in the order of the features; nothing before the first batch."""
+        return {} if self._num_ids is None else {"mean_ids": (self._num_ids / self._num_samples).tolist()}
 
 
 class RunReporter:

@@ -134,10 +134,13 @@ class Browser:
 
 
 def _facts(run: RunFolder) -> dict[str, Any]:
+    """A run in the list; `status` is finished, failed, training or unfinished."""
     entries, num_bad = entries_of(run)
     entry = next((one for one in entries if one.is_measured), None)
     if entry is None:
-        facts = {"name": run.name, "finished": bool(num_bad)}
-        return facts | ({"error": "its record cannot be read"} if num_bad else {})
+        if num_bad:
+            return {"name": run.name, "status": "finished", "error": "its record cannot be read"}
+        return {"name": run.name, "status": "training" if run.is_training else "unfinished"}
     figures = {name: entry.record.figures[name] for name in SHOWN if name in entry.record.figures}
-    return {"name": run.name, "finished": True, "date": entry.record.date, "figures": figures}
+    facts = {"name": run.name, "status": "finished", "date": entry.record.date, "figures": figures}
+    return facts if entry.failure is None else facts | {"status": "failed", "why": entry.failure}

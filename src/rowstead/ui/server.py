@@ -31,6 +31,7 @@ from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RECIPES, recipe_names
 from rowstead.spec.stores import IN_PLANS, STORES
 from rowstead.ui.browse import Browser
+from rowstead.ui.live import LiveRuns
 from rowstead.ui.scenario import Scenario
 from rowstead.ui.whatif import known, known_machines, trouble_here
 from rowstead.ui.worker import BusyError, WorkerError, Workers
@@ -148,7 +149,8 @@ class Ui:
         local = is_loopback(self.host)
         if not local and self.token is None:
             self.token = new_token()
-        handler = type("Handler", (_Handler,), {"ui": self, "browser": Browser(self.runs, self.report_workers)})
+        parts = {"ui": self, "browser": Browser(self.runs, self.report_workers), "live": LiveRuns(self.runs)}
+        handler = type("Handler", (_Handler,), parts)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         kind = type("_FamilyServer", (_Server,), {"address_family": family})
         try:
@@ -190,6 +192,7 @@ def new_token() -> str:
 class _Handler(http.server.BaseHTTPRequestHandler):
     ui: Ui
     browser: Browser
+    live: LiveRuns
     protocol_version = "HTTP/1.1"
     server_version = "rowstead"
     sys_version = ""
@@ -249,6 +252,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json(start_facts(self.browser))
         elif path == "/api/runs":
             self._json(self.browser.listing())
+        elif path == "/api/live":
+            self._json(self.live.listing())
         elif path == "/report" or path.startswith("/report/"):
             name = path.removeprefix("/report").removeprefix("/")
             self._send(200, self.browser.report(name or None), "text/html; charset=utf-8", policy=REPORT_POLICY)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.kernels.check import fault_of
-from rowstead.kernels.cpu.embedding_kernels import copy_distinct, pool_bags, split_into_tasks, update_distinct, update_tables
+from rowstead.kernels.cpu.embedding_kernels import NUM_DIGITS, copy_distinct, pool_bags, update_distinct, update_tables
 from rowstead.kernels.cpu.thread_team import run_on_threads
 from rowstead.kernels.cpu.traffic import add_bytes
 from rowstead.kernels.layout import Layout
@@ -93,17 +93,20 @@ def update(
     arrays, ids, grad = _layout_arrays(layout), ids.contiguous(), grad.contiguous()
     bounds = offsets.contiguous().numpy()
     threads = _num_parts(ids.numel())
-    tasks = split_into_tasks(bounds, len(grad), arrays.table_of, len(layout.tables), threads * TASKS if threads > 1 else 1)
+    tasks = _split_into_tasks(_ids_per_table(bounds, len(grad), arrays), threads * TASKS if threads > 1 else 1)
     memory = _memory(optimizer.kind, tables, states)
     given = weights if weights is None else weights.to(grad.dtype).contiguous()
     rule = _rule(optimizer, lr, step, grad.dtype)
-    counter = np.zeros(1, np.int64)
+    scaled = given is not None or rule[0] > 0 or bool(arrays.is_mean.any())
+    counter, capacity = np.zeros(1, np.int64), int(tasks[:, 3].max()) + 1
 
     def work() -> None:
+        words, spare, sources = (np.empty(capacity, dtype) for dtype in (np.uint64, np.uint64, np.int64))
+        scales, summed = (np.empty(size, rule[2].dtype) for size in (capacity, arrays.widths.max()))
         update_tables(
             counter, tasks, len(grad), *memory, arrays.num_rows, arrays.widths, arrays.columns, arrays.is_mean,
             arrays.features_from, arrays.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
-            _SCALARS[grad.dtype], *rule,
+            _SCALARS[grad.dtype], *rule, scaled, words, spare, sources, scales, summed, np.empty(NUM_DIGITS, np.int64),
         )  # fmt: skip
 
     run_on_threads(work, threads)
@@ -144,6 +147,26 @@ def update_rows(
     _, *rule = _rule(optimizer, lr, step, grad.dtype)
     update_distinct(*memory, widths, ids, bounds, grad.data_ptr(), _SCALARS[tables[0].dtype], _SCALARS[grad.dtype], *rule)
     add_bytes(float(np.diff(bounds) @ _updated_bytes(widths, tables[0], grad, memory)))
+
+
+def _split_into_tasks(counts: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
+    """Tasks of an update [tasks, 4], largest first, for tables with so many ids [T]: table, remainder, log2 of parts, ids of the table.
+
+    No task has more than about one part in `wanted` of all ids; a single thread wants 1.
+    """
+    most, part_bits = max(1, counts.sum() // wanted), np.zeros_like(counts)
+    while wanted > 1 and (large := counts >> part_bits > most).any():
+        part_bits += large
+    order = np.argsort(-(counts >> part_bits), kind="stable")
+    parts = 1 << part_bits[order]
+    tables = np.repeat(order, parts)
+    remainders = np.arange(len(tables)) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.stack([tables, remainders, part_bits[tables], counts[tables]], axis=1)
+
+
+def _ids_per_table(bounds: NDArray[np.int64], num_samples: int, arrays: _LayoutArrays) -> NDArray[np.int64]:
+    """The number of ids of a batch per table [T]."""
+    return np.add.reduceat(np.diff(bounds[::num_samples])[arrays.features], arrays.features_from[:-1])
 
 
 def _per_id(bounds: NDArray[np.int64], num_samples: int, arrays: _LayoutArrays, amounts: NDArray[np.int64]) -> float:

@@ -27,6 +27,7 @@ NEAR_BYTES = 1 << 17
 """Bytes of gradients that fit into the L2 cache besides prefetched rows."""
 _DIGIT_BITS = 11
 """Most bits per pass of the radix sort: the counts stay in the L1 cache."""
+NUM_DIGITS = 1 << _DIGIT_BITS
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 _inlined = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", forceinline=True)
@@ -141,53 +142,27 @@ def _pool_block(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def split_into_tasks(offsets, num_samples, table_of, num_tables, wanted):  # type: ignore[no-untyped-def]
-    """Tasks of an update [tasks, 4], largest first: table, remainder, log2 of parts, ids of the table.
-
-    No task has more than about one part in `wanted` of all ids; a single thread wants 1.
-    """
-    counts, part_bits = np.zeros(num_tables, np.int64), np.zeros(num_tables, np.int64)
-    for feature in range(len(table_of)):
-        counts[table_of[feature]] += offsets[(feature + 1) * num_samples] - offsets[feature * num_samples]
-    most = max(1, counts.sum() // wanted)
-    num_tasks = 0
-    for table in range(num_tables):
-        while wanted > 1 and counts[table] >> part_bits[table] > most:
-            part_bits[table] += 1
-        num_tasks += 1 << part_bits[table]
-    tasks = np.empty((num_tasks, 4), np.int64)
-    index = 0
-    for table in np.argsort(-(counts >> part_bits), kind="mergesort"):
-        for remainder in range(1 << part_bits[table]):
-            tasks[index, 0], tasks[index, 1] = table, remainder
-            tasks[index, 2], tasks[index, 3] = part_bits[table], counts[table]
-            index += 1
-    return tasks
-
-
-@_jit
 def update_tables(  # type: ignore[no-untyped-def]
     counter, tasks, num_samples, addresses, first, second, first_bytes, second_bytes, num_rows, widths, columns, is_mean,
-    features_from, features, rows, ids, id_type, offsets, weights, grad, real, clip, kind, scalars, step,
+    features_from, features, rows, ids, id_type, offsets, weights, grad, real, clip, kind, scalars, step, scaled, words, spare,
+    sources, scales, summed, counts,
 ):  # fmt: skip
     """Update the rows of one task (table, remainder, log2 of parts, ids) after another until none are left.
 
     A task has the rows of its table with that remainder modulo the number of parts. Tasks share no row, and each sums the
-    gradients of a row in the order of the batch.
+    gradients of a row in the order of the batch. `scaled` tells whether gradients have scales: of weights, clipping or means.
+
+    Scratch memory of each thread, with room for the ids of the largest task and one more: words, spare, sources, scales;
+    summed [D]; counts [`NUM_DIGITS`].
     """
-    capacity = tasks[:, 3].max() + 1
-    words, spare, sources = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64), np.empty(capacity, np.int64)
-    scales, summed = np.empty(capacity, scalars.dtype), np.empty(widths.max(), scalars.dtype)
-    counts = np.empty(1 << _DIGIT_BITS, np.int64)
-    scaled = weights is not None or clip > 0 or is_mean.any()
     while True:
         turn = take(counter)
         if turn >= len(tasks):
             return
         table, remainder, part_bits = tasks[turn, 0], tasks[turn, 1], tasks[turn, 2]
-        own = features[features_from[table] : features_from[table + 1]]
+        begin, end = features_from[table], features_from[table + 1]
         count = _gather(
-            own, num_samples, widths[table], columns, is_mean, remainder, part_bits, ids, id_type, offsets, weights, grad,
+            features, begin, end, num_samples, widths[table], columns, is_mean, remainder, part_bits, ids, id_type, offsets, weights, grad,
             real, clip, scaled, words, sources, scales,
         )  # fmt: skip
         if count > 0:
@@ -195,22 +170,23 @@ def update_tables(  # type: ignore[no-untyped-def]
             _apply_runs(
                 in_order.ctypes.data, count, table, remainder, part_bits, addresses[table], first[table], second[table],
                 first_bytes[table], second_bytes[table], widths[table], rows, sources.ctypes.data, scales.ctypes.data, scaled, real, summed.ctypes.data,
-                len(own) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, scalars_tuple(scalars), step,
+                (end - begin) * num_samples * widths[table] * bytes_of(real) > NEAR_BYTES, kind, scalars_tuple(scalars), step,
             )  # fmt: skip
 
 
 @_jit
 def _gather(  # type: ignore[no-untyped-def]
-    own, num_samples, width, columns, is_mean, remainder, part_bits, ids, id_type, offsets, weights, grad, real, clip, scaled,
-    words, sources, scales,
+    features, first, last, num_samples, width, columns, is_mean, remainder, part_bits, ids, id_type, offsets, weights, grad, real,
+    clip, scaled, words, sources, scales,
 ):  # fmt: skip
     """Write a word for each id of one task, in the order of the batch: its row >> part_bits, then its number among them.
 
-    Also, under that number, the address of its gradient and its scale. Returns how many there are.
+    The task's table is read by features[first : last]. Also, under that number, the address of its gradient and its scale. Returns how many there are.
     """
     mask = (1 << part_bits) - 1
     count = np.int64(0)
-    for feature in own:
+    for at in range(first, last):
+        feature = features[at]
         source = grad + columns[feature] * bytes_of(real)
         for bag in range(feature * num_samples, (feature + 1) * num_samples):
             begin, end = offsets[bag], offsets[bag + 1]
@@ -258,7 +234,8 @@ def _sort(words, spare, count, highest, counts):  # type: ignore[no-untyped-def]
     for turn in range(passes):
         width = (bits + passes - 1) // passes
         shift, mask = np.uint64(32 + turn * width), np.uint64((1 << width) - 1)
-        counts[: 1 << width] = 0
+        for digit in range(1 << width):
+            counts[digit] = 0
         for i in range(count):
             counts[words[i] >> shift & mask] += 1
         before = 0

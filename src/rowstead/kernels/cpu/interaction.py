@@ -3,6 +3,8 @@
 Only products below the diagonal are computed, and the backward pass reads the gradients of all of them in place: no [B, V, V] tensor
 is written. Threads share the examples, so the result does not depend on their number, bit for bit.
 
+The compiled functions take arrays, and scratch memory, by address: NumPy's functions would take longer to compile than all else.
+
 Letters: B examples, K dense vectors, V vectors in all, D width, P pairs. Vectors from `low` to below `high` are multiplied with every
 sparse vector after them (`partner_range`).
 """
@@ -18,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowstead.kernels.cpu.memory import address_of, item
 from rowstead.kernels.cpu.thread_team import parallel_ranges
-from rowstead.kernels.cpu.tiles import ALIGN, ROWS, aligned_zeros, copy, sum_of_products, transpose
+from rowstead.kernels.cpu.tiles import ALIGN, PART_BYTES, ROWS, aligned_zeros, copy, put, sum_of_products, transpose
 from rowstead.spec.interactions import Pairs, count_pairs, partner_range
 
 _PART = 4_000_000
@@ -33,19 +36,43 @@ def forward(dense: Tensor | None, pooled: Tensor, width: int, pairs: Pairs, dtyp
     first, others = _inputs(dense, pooled)
     num_dense, num_vectors = first.shape[1] // width, (first.shape[1] + others.shape[1]) // width
     out = torch.empty(len(others), first.shape[1] + count_pairs(pairs, num_dense, num_vectors))
-    given = first, others, width, *partner_range(pairs, num_dense, num_vectors), out.numpy()
-    _share(len(others), num_vectors, width, lambda begin, end: _multiply(*given, begin, end))
+    given = address_of(first), address_of(others), out.data_ptr()
+    sizes = num_dense, num_vectors, width, _padded(num_vectors), _padded(width), out.shape[1]
+    low, high = partner_range(pairs, num_dense, num_vectors)
+
+    def multiply(begin: int, end: int) -> None:
+        height = _padded(num_vectors)
+        vectors, turned, tile = (
+            aligned_zeros(*one) for one in ((height, _padded(width)), (_padded(width), height), (ROWS, height))
+        )
+        rows, columns, parts = np.arange(ROWS), np.arange(width) * height, np.empty(5, np.int64)
+        scratch = (address_of(one) for one in (vectors, turned, tile, rows, columns, parts))
+        _multiply(*given, *sizes, low, high, begin, end, *scratch)
+
+    _share(len(others), num_vectors, width, multiply)
     return out.to(dtype)
 
 
 def backward(dense: Tensor | None, pooled: Tensor, width: int, pairs: Pairs, grad: Tensor) -> tuple[Tensor | None, Tensor]:
     """The gradients of `dense` and `pooled`, given that of the output of `forward`."""
     first, others = _inputs(dense, pooled)
-    num_vectors = (first.shape[1] + others.shape[1]) // width
-    given = _of_all_pairs(_array(grad), first.shape[1] // width, num_vectors, width, pairs)
+    num_dense, num_vectors = first.shape[1] // width, (first.shape[1] + others.shape[1]) // width
+    every = _of_all_pairs(_array(grad), num_dense, num_vectors, width, pairs)
     of_first, of_others = torch.empty(first.shape), torch.empty(others.shape)
-    one, two = of_first.numpy(), of_others.numpy()
-    _share(len(others), num_vectors, width, lambda begin, end: _spread(first, others, width, given, one, two, begin, end))
+    given = address_of(first), address_of(others), address_of(every), of_first.data_ptr(), of_others.data_ptr()
+    sizes = num_dense, num_vectors, width, _padded(num_vectors), _padded(width), every.shape[1]
+    # Start of each row of the triangle. A last, partial block of rows repeats the last row and discards the result.
+    triangle = np.minimum(np.arange(_padded(num_vectors)), num_vectors - 1)
+    triangle = triangle * (triangle - 1) // 2
+
+    def spread(begin: int, end: int) -> None:
+        vectors, tile = aligned_zeros(_padded(num_vectors), _padded(width)), aligned_zeros(ROWS, _padded(width))
+        corner, corner_rows = np.zeros((ROWS, ROWS), np.float32), np.arange(ROWS) * ROWS
+        ones, parts = np.arange(_padded(num_vectors)), np.empty(15, np.int64)
+        scratch = (address_of(one) for one in (vectors, tile, corner, corner_rows, triangle, ones, parts))
+        _spread(*given, *sizes, begin, end, *scratch)
+
+    _share(len(others), num_vectors, width, spread)
     return None if dense is None else of_first.to(dense.dtype), of_others.to(pooled.dtype)
 
 
@@ -76,98 +103,101 @@ def _share(num_samples: int, num_vectors: int, width: int, work: Callable[[int, 
     parallel_ranges(work, [num_samples * part // parts for part in range(parts + 1)])
 
 
-@_jit
-def _padded(count):  # type: ignore[no-untyped-def]
+def _padded(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
 
 
+# Compiled. Addresses of float32 arrays: dense [B, K * D], pooled [B, (V - K) * D], vectors [height, padded], where `height` and `padded`
+# are V and D padded. Of int64 arrays: `parts`, and offsets of rows and columns for `sum_of_products`.
+
+
 @_jit
-def _gather(dense, pooled, example, width, vectors):  # type: ignore[no-untyped-def]
-    """Copy the vectors of one example, dense ones first, into the first rows of vectors [padded V, padded D]."""
-    num_dense, step = dense.shape[1] // width, vectors.shape[1]
-    target, source = vectors.ctypes.data, pooled.ctypes.data + 4 * example * pooled.shape[1]
-    first = dense.ctypes.data + 4 * example * dense.shape[1]
-    if step == width:
-        copy(target, first, dense.shape[1])
-        copy(target + 4 * dense.shape[1], source, pooled.shape[1])
+def _gather(dense, pooled, num_dense, num_vectors, width, padded, example, vectors):  # type: ignore[no-untyped-def]
+    """Copy the vectors of one example, dense ones first, into the first rows of `vectors`."""
+    num_sparse = num_vectors - num_dense
+    first, source = dense + 4 * example * num_dense * width, pooled + 4 * example * num_sparse * width
+    if padded == width:
+        copy(vectors, first, num_dense * width)
+        copy(vectors + 4 * num_dense * width, source, num_sparse * width)
     else:
         for index in range(num_dense):
-            copy(target + 4 * index * step, first + 4 * index * width, width)
-        for index in range(pooled.shape[1] // width):
-            copy(target + 4 * (num_dense + index) * step, source + 4 * index * width, width)
+            copy(vectors + 4 * index * padded, first + 4 * index * width, width)
+        for index in range(num_sparse):
+            copy(vectors + 4 * (num_dense + index) * padded, source + 4 * index * width, width)
 
 
 @_jit
-def _multiply(dense, pooled, width, low, high, out, begin, end):  # type: ignore[no-untyped-def]
-    """Fill out [B, K * D + P] for the examples from `begin` to `end` - 1."""
-    num_dense = dense.shape[1] // width
-    num_vectors = num_dense + pooled.shape[1] // width
-    height = _padded(num_vectors)
-    vectors = aligned_zeros(height, _padded(width))
-    turned = aligned_zeros(_padded(width), height)
-    tile = aligned_zeros(ROWS, height)
-    rows, steps, parts = np.arange(ROWS), np.arange(width) * height, np.empty((1, 5), np.int64)
+def _set_part(part, a, row_offsets, offsets, b, depth):  # type: ignore[no-untyped-def]
+    """Set the pair of matrices at the address `part`, for `sum_of_products`."""
+    put(part, 0, a)
+    put(part, 1, row_offsets)
+    put(part, 2, offsets)
+    put(part, 3, b)
+    put(part, 4, depth)
+
+
+@_jit
+def _multiply(  # type: ignore[no-untyped-def]
+    dense, pooled, out, num_dense, num_vectors, width, height, padded, step, low, high, begin, end, vectors, turned, tile, rows,
+    columns, parts,
+):  # fmt: skip
+    """Fill out [B, step = K * D + P] for the examples from `begin` to `end` - 1.
+
+    Scratch: turned [padded, height], tile [ROWS, height].
+    """
     for example in range(begin, end):
-        _gather(dense, pooled, example, width, vectors)
-        transpose(vectors, turned)
-        out[example, : dense.shape[1]] = dense[example]
-        at = example * out.shape[1] + dense.shape[1]
+        _gather(dense, pooled, num_dense, num_vectors, width, padded, example, vectors)
+        transpose(vectors, turned, height, padded)
+        target = out + 4 * example * step
+        copy(target, dense + 4 * example * num_dense * width, num_dense * width)
+        target += 4 * num_dense * width
         for row in range(0, num_vectors, ROWS):
-            last = min(row + ROWS, num_vectors)
-            start = turned.ctypes.data
-            _set_part(parts, 0, start + 4 * row, rows.ctypes.data, steps.ctypes.data, start, width)
-            sum_of_products(tile, parts, 1, height, min(last - 1, high))
-            for index in range(max(row, num_dense), last):
-                count = min(index, high) - low
-                copy(out.ctypes.data + 4 * at, tile.ctypes.data + 4 * ((index - row) * height + low), count)
-                at += count
+            last = row + ROWS if row + ROWS < num_vectors else num_vectors
+            _set_part(parts, turned + 4 * row, rows, columns, turned, width)
+            sum_of_products(tile, height, parts, np.int64(1), height, last - 1 if last - 1 < high else high)
+            for index in range(row if row > num_dense else num_dense, last):
+                count = (index if index < high else high) - low
+                copy(target, tile + 4 * ((index - row) * height + low), count)
+                target += 4 * count
 
 
 @_jit
-def _set_part(parts, index, a, row_offsets, offsets, b, depth):  # type: ignore[no-untyped-def]
-    """Set one pair of matrices for `sum_of_products`."""
-    parts[index, 0], parts[index, 1], parts[index, 2], parts[index, 3], parts[index, 4] = a, row_offsets, offsets, b, depth
-
-
-@_jit
-def _spread(dense, pooled, width, grad, of_dense, of_pooled, begin, end):  # type: ignore[no-untyped-def]
+def _spread(  # type: ignore[no-untyped-def]
+    dense, pooled, grad, of_dense, of_pooled, num_dense, num_vectors, width, height, padded, step, begin, end, vectors, tile, corner,
+    corner_rows, triangle, ones, parts,
+):  # fmt: skip
     """Fill the gradients of_dense [B, K * D] and of_pooled for the examples from `begin` to `end` - 1.
 
-    grad [B, K * D + V (V - 1) / 2]: of the dense vectors, and of the products of all pairs.
+    grad [B, step = K * D + V (V - 1) / 2]: of the dense vectors, and of the products of all pairs.
     The gradient of vector i is the sum of g[i, k] x[k] over k below i, and of g[k, i] x[k] over k above i.
+
+    Scratch: tile [ROWS, padded], corner [ROWS, ROWS] of zeros on its diagonal.
     """
-    num_dense = dense.shape[1] // width
-    num_vectors = num_dense + pooled.shape[1] // width
-    padded = _padded(width)
-    vectors = aligned_zeros(_padded(num_vectors), padded)
-    tile = aligned_zeros(ROWS, padded)
-    corner, corner_rows = np.zeros((ROWS, ROWS), np.float32), np.arange(ROWS) * ROWS
-    # Start of each row of the triangle. A last, partial block of rows repeats the last row and discards the result.
-    triangle = np.minimum(np.arange(_padded(num_vectors)), num_vectors - 1)
-    triangle = triangle * (triangle - 1) // 2
-    ones, parts = np.arange(_padded(num_vectors)), np.empty((3, 5), np.int64)
+    own_dense, own_sparse = num_dense * width, (num_vectors - num_dense) * width
     for example in range(begin, end):
-        _gather(dense, pooled, example, width, vectors)
-        given = grad[example, dense.shape[1] :]
+        _gather(dense, pooled, num_dense, num_vectors, width, padded, example, vectors)
+        passed = grad + 4 * example * step
+        given = passed + 4 * own_dense
         for row in range(0, num_vectors, ROWS):
-            last = min(row + ROWS, num_vectors)
-            corner[:] = 0
-            for i in range(last - row):
+            last = row + ROWS if row + ROWS < num_vectors else num_vectors
+            for i in range(ROWS):
                 for k in range(i):
-                    corner[i, k] = corner[k, i] = given[triangle[row + i] + row + k]
-            # Addresses are taken here, right before use: Numba frees an array after its last use by name.
-            start, one, source, first = vectors.ctypes.data, ones.ctypes.data, given.ctypes.data, triangle.ctypes.data
-            own, below = start + 4 * padded * row, start + 4 * padded * last
-            _set_part(parts, 0, source, first + 8 * row, one, start, row)
-            _set_part(parts, 1, corner.ctypes.data, corner_rows.ctypes.data, one, own, last - row)
-            _set_part(parts, 2, source + 4 * row, one, first + 8 * last, below, num_vectors - last)
-            sum_of_products(tile, parts, 3, padded, width)
+                    value = np.float32(0)
+                    if row + i < last:
+                        value = item(given, item(triangle, row + i, np.int64(0)) + row + k, np.float32(0))
+                    put(corner, ROWS * i + k, value)
+                    put(corner, ROWS * k + i, value)
+            own, below = vectors + 4 * padded * row, vectors + 4 * padded * last
+            _set_part(parts, given, triangle + 8 * row, ones, vectors, row)
+            _set_part(parts + PART_BYTES, corner, corner_rows, ones, own, last - row)
+            _set_part(parts + 2 * PART_BYTES, given + 4 * row, ones, triangle + 8 * last, below, num_vectors - last)
+            sum_of_products(tile, padded, parts, np.int64(3), padded, width)
             for index in range(row, last):
-                found = tile[index - row]
+                found = tile + 4 * (index - row) * padded
                 if index < num_dense:
-                    own_dense, passed = of_dense[example, index * width :], grad[example, index * width :]
+                    at = index * width
                     for d in range(width):
-                        own_dense[d] = found[d] + passed[d]
+                        value = item(found, d, np.float32(0)) + item(passed, at + d, np.float32(0))
+                        put(of_dense + 4 * example * own_dense, at + d, value)
                 else:
-                    target = of_pooled.ctypes.data + 4 * (example * of_pooled.shape[1] + (index - num_dense) * width)
-                    copy(target, found.ctypes.data, width)
+                    copy(of_pooled + 4 * (example * own_sparse + (index - num_dense) * width), found, width)

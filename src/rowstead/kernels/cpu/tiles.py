@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 _features = binding.get_host_cpu_features()
 LANES = 16 if _features.get("avx512f") else 8 if _features.get("avx2") else 4
@@ -22,6 +23,8 @@ ROWS = 8 if MANY_REGISTERS else 4
 """Rows of a tile."""
 ALIGN = max(LANES, ROWS)
 """Matrices are padded to a multiple of this."""
+PART_BYTES = 40
+"""Of a pair of matrices in the table that `sum_of_products` reads."""
 
 _REAL, _INT64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_REAL, LANES)
@@ -88,13 +91,13 @@ _by_1, _by_2, _by_3, _half_by_4 = (_tile_product(ROWS, 1), _tile_product(ROWS, 2
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def sum_of_products(c, parts, num_parts, b_step, width):  # type: ignore[no-untyped-def]
-    """C = the sum of A B over some pairs of matrices, where C is [ROWS, width], written up to the next multiple of LANES.
+def sum_of_products(to, step, table, num_parts, b_step, width):  # type: ignore[no-untyped-def]
+    """C = the sum of A B over some pairs of matrices, where C is [ROWS, width] at `to`, written up to the next multiple of LANES.
 
-    parts int64 [num_parts or more, 5], a row a pair: the address of A; addresses of int64 [ROWS] and [depth], so that A[r, k]
-    is at the sum of their r-th and k-th offset; the address of B [depth, width], `b_step` elements a row; and the depth.
+    `step` elements a row of C. `table` is the address of int64 [num_parts, 5], a row a pair: the address of A; addresses of
+    int64 [ROWS] and [depth], so that A[r, k] is at the sum of their r-th and k-th offset; the address of B [depth, width],
+    `b_step` elements a row; and the depth.
     """
-    to, step, table = c.ctypes.data, c.shape[1], parts.ctypes.data
     column = 0
     while column < width:
         left = width - column
@@ -148,18 +151,27 @@ def copy(typingctx, target, source, count):  # type: ignore[no-untyped-def]
     return types.void(*[types.int64] * 3), codegen
 
 
+@intrinsic
+def put(typingctx, address, index, value):  # type: ignore[no-untyped-def]
+    """Write element `index` of an array at an int64 address, whose elements have the type of `value`."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], args[2].type.as_pointer())
+        builder.store(args[2], builder.gep(pointer, [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value), codegen
+
+
 @numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def transpose(source, target):  # type: ignore[no-untyped-def]
-    """Turn a float32 matrix [N, M] into target [M, N]; both numbers are multiples of LANES."""
-    height, width = source.shape
-    start, end = source.ctypes.data, target.ctypes.data
+def transpose(source, target, height, width):  # type: ignore[no-untyped-def]
+    """Turn a float32 matrix [height, width] into one [width, height]; both numbers are multiples of LANES."""
     for row in range(0, height, LANES):
         for column in range(0, width, LANES):
-            _transpose_block(start + 4 * (row * width + column), width, end + 4 * (column * height + row), height)
+            _transpose_block(source + 4 * (row * width + column), width, target + 4 * (column * height + row), height)
 
 
-@numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def aligned_zeros(height, width):  # type: ignore[no-untyped-def]
+def aligned_zeros(height: int, width: int) -> NDArray[np.float32]:
     """A float32 matrix of zeros whose first element begins a cache line."""
     memory = np.zeros(height * width + 16, np.float32)
     skipped = (-memory.ctypes.data >> 2) & 15

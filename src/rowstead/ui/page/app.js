@@ -319,11 +319,16 @@ function draw_cards() {
       if (fleet.remedies.length) box.append(make('ol', { class: 'remedies' }, ...fleet.remedies.map((text) => make('li', {}, text))));
       return box;
     }
+    const other = which === 'B' && state.A.answer?.fleet.fits ? state.A.answer.fleet : {};
+    const change = (key) => { // of B against A
+      const percents = Math.round(100 * (fleet[key] / other[key] - 1));
+      return other[key] ? `, ${percents > 0 ? '+' : percents < 0 ? '−' : '±'}${Math.abs(percents)} % against A` : '';
+    };
     const full = fleet.memories.map((one) => one.needed_bytes / one.usable_bytes);
     const held = fleet.bottlenecks[0];
     box.append(...[
-      figure('throughput', count(fleet.samples_per_s), 'samples/s'),
-      fleet.watts === undefined ? null : figure('power', watts(fleet.watts), `${trim(fleet.samples_per_j)} samples/J`),
+      figure('throughput', count(fleet.samples_per_s), 'samples/s' + change('samples_per_s')),
+      fleet.watts === undefined ? null : figure('power', watts(fleet.watts), `${trim(fleet.samples_per_j)} samples/J${change('samples_per_j')}`),
       figure('one step', seconds(fleet.step_s), fleet.servers + (fleet.num_readers === undefined ? '' : `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`)),
       figure('memory', percent(Math.max(...full)) + ' full', `tables ${bytes(model.table_bytes)}, in ${fleet.placement}`),
       figure('bottleneck', held?.resource ?? '', held ? `if twice as fast: ${Math.round(100 * held.saved_share)} % shorter steps` : '', 'text'),
@@ -413,6 +418,11 @@ function timeline(which, slots, longest) {
       hint.textContent = `${slot.phase}: ${slot.task}${slot.is_overlapped ? ' (overlapped)' : ''}, ${seconds(slot.end_s - slot.start_s)}`;
       box.append(hint);
       svg.append(box);
+      if (wide > 7 * slot.task.length + 8 && !slot.is_overlapped) {
+        const name = drawn('text', { x: at(slot.start_s) + 5, y: row * height + 17, class: 'on-block' });
+        name.textContent = slot.task;
+        svg.append(name);
+      }
     }
   });
   for (const share of [0, 0.5, 1]) {
@@ -455,7 +465,7 @@ async function show_runs() {
   by('study-list').replaceChildren(make('thead', {}, make('tr', {}, ...heads)), make('tbody', {}, ...rows));
   by('run-list').hidden = !found.num_runs;
   const columns = [['samples_per_s', 'samples/s', count], ['ne', 'NE', (x) => x.toFixed(4)], ['auc', 'AUC', (x) => x.toFixed(4)], ['num_samples', 'samples', count], ['train_s', 'time', seconds]];
-  const head = make('thead', {}, make('tr', {}, ...['Run', 'Date', ...columns.map(([, text]) => text), ''].map((text, i) => make('th', { scope: 'col', class: i > 1 && i < 7 ? 'number' : '' }, text))));
+  const head = make('thead', {}, make('tr', {}, ...['Run', 'Date', 'Status', ...columns.map(([, text]) => text), ''].map((text, i) => make('th', { scope: 'col', class: i > 2 && i < 8 ? 'number' : '' }, text))));
   const body = make('tbody', {}, ...found.runs.map((run) => {
     const plan_it = make('button', { type: 'button', class: 'quiet' }, 'Plan with it');
     plan_it.setAttribute('aria-label', `Plan with the recipe of ${run.name}`);
@@ -465,11 +475,61 @@ async function show_runs() {
     });
     return make('tr', {},
       make('th', { scope: 'row' }, make('a', { href: '/report/' + encodeURIComponent(run.name), target: '_blank', rel: 'noopener' }, run.name)),
-      make('td', {}, run.error ?? (run.finished ? run.date.slice(0, 16).replace('T', ' ') : 'not finished')),
+      make('td', {}, run.date?.slice(0, 16).replace('T', ' ') ?? ''),
+      make('td', { class: 'status ' + run.status, title: run.why }, run.error ?? (run.why ? `failed: ${run.why}` : run.status)),
       ...columns.map(([key, , format]) => make('td', { class: 'number' }, run.figures?.[key] === undefined ? '' : format(run.figures[key]))),
       make('td', {}, plan_it));
   }));
   by('run-list').replaceChildren(make('caption', { class: 'spoken' }, 'Runs'), head, body);
+}
+
+// runs that are training
+
+let following;
+async function follow() {
+  clearTimeout(following);
+  if (by('runs').hidden) return;
+  try {
+    const found = await (await ask('/api/live')).json();
+    const before = by('live-list').dataset.names ?? '', names = found.map((one) => one.name).join('\n');
+    by('live').hidden = !found.length;
+    by('live-list').dataset.names = names;
+    by('live-list').replaceChildren(...found.map(live_run));
+    if (before && before !== names) show_runs(); // one has ended or begun
+  } catch (error) {
+    trouble(error.message);
+  }
+  following = setTimeout(follow, 1500);
+}
+
+function live_run(run) {
+  const last = run.points.at(-1), whole = last === undefined;
+  const box = make('div', { class: 'live-run', 'data-run': run.name }, make('div', { class: 'name' }, run.name));
+  if (whole) {
+    box.append(make('p', { class: 'note' }, 'starting: no steps were logged yet'));
+    return box;
+  }
+  const evaluated = run.evaluation ? `last evaluation ${run.evaluation.ne.toFixed(4)} at step ${run.evaluation.step.toLocaleString('en')}` : '';
+  box.append(figure('step', last.step.toLocaleString('en'), `${count(last.num_samples ?? 0)} samples`));
+  box.append(figure('waiting for data', percent(last.waiting_share ?? 0), 'of the time'));
+  for (const [key, what, show, more] of [['ne', 'NE', (x) => x.toFixed(4), evaluated], ['loss', 'loss', (x) => x.toFixed(4), ''], ['samples_per_s', 'samples/s', count, '']]) {
+    const points = run.points.filter((point) => point[key] !== undefined);
+    if (!points.length) continue;
+    const part = figure(what, show(points.at(-1)[key]), more);
+    part.append(sparkline(what, points.map((point) => [point.step, point[key]]), show));
+    box.append(part);
+  }
+  return box;
+}
+
+function sparkline(what, points, show) {
+  const values = points.map(([, y]) => y), low = Math.min(...values), high = Math.max(...values), width = 150, height = 36;
+  const from = points[0][0], to = Math.max(points.at(-1)[0], from + 1);
+  const x = (step) => 2 + ((width - 4) * (step - from)) / (to - from), y = (value) => height - 3 - ((height - 6) * (value - low)) / (high - low || 1);
+  const svg = drawn('svg', { class: 'sparkline', viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': `${what} from step ${from} to ${to}: between ${show(low)} and ${show(high)}` });
+  svg.append(drawn('polyline', { points: points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(' ') }));
+  svg.append(drawn('circle', { cx: x(points.at(-1)[0]), cy: y(values.at(-1)), r: 2.5 }));
+  return svg;
 }
 
 function view(name) {
@@ -478,7 +538,10 @@ function view(name) {
     by('view-' + one).setAttribute('aria-pressed', String(one === name));
   }
   by('short').hidden = name !== 'plan';
-  if (name === 'runs') show_runs().catch((error) => trouble(error.message));
+  if (name === 'runs') {
+    show_runs().catch((error) => trouble(error.message));
+    follow();
+  }
 }
 
 async function begin() {
