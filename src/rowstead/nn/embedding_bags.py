@@ -194,7 +194,8 @@ class EmbeddingBags(nn.Module):
         tables = [self.embedding_bags[table.name].weight for table in self._configs]
         chosen = [] if given == self._wanted else choose_features(given, self._wanted)
         batch = sparse.ids, sparse.offsets, sparse.weights, len(given), chosen
-        if self._fused is not None and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        # The flag itself: for Dynamo of torch 2.11 `is_exporting()` is true under torch.compile, too.
+        if self._fused is not None and torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
             pooled: Tensor = torch.ops.rowstead.fused_lookup(self._tape, tables, *batch, self._handle)[0]
             return pooled
         inputs = tables if sparse.weights is None else [*tables, sparse.weights]

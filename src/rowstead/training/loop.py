@@ -199,7 +199,8 @@ class Loop:
                     if self._changes.marks_rows:
                         self._changes.mark(batch.sparse)
                     loss = self.stepper.start(device_batch, position.step + 1)
-                self._mean_ids.add(batch.sparse)
+                if position.step % self.spec.train.log_every == 0:  # a sample: ids may have to be unpacked for it
+                    self._mean_ids.add(batch.sparse)
                 totals = batch.totals
                 self._pending.append(_PendingLoss(totals.weight, totals.mean_label, loss, where))
                 position.step += 1

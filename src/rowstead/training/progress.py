@@ -163,7 +163,7 @@ class MovingLoss:
 
 
 class MeanIds:
-    """Mean ids per example of each sparse feature."""
+    """Mean ids per example of each sparse feature, over a sample of batches."""
 
     def __init__(self) -> None:
         self._num_ids: Tensor | None = None
