@@ -72,7 +72,7 @@ def pack(
     from rowstead.data.pack import open_pack, pack_log
     from rowstead.spec.run import load_recipe
 
-    log, folder = open_to_pack(load_recipe(recipe, set_ or [])), out.absolute()
+    log, folder = open_to_pack(load_recipe(recipe, set_ or [])), out.expanduser()
     with _progress("rows") as advance:
         pack_log(log, folder, overwrite=overwrite, progress=advance)
     packed = open_pack(log, folder)

@@ -59,7 +59,7 @@ def open_sources(
     log = open_to_pack(spec, transforms, id_kinds)
     pack = None
     if spec.data.cache is not None:
-        folder = Path(spec.data.cache).expanduser().absolute()
+        folder = Path(spec.data.cache).expanduser()
         fill_cache(log, folder, on_message)
         pack = open_pack(log, folder)
         if transforms is not None and transforms.to_plain() != pack.transforms.to_plain():

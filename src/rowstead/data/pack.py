@@ -139,6 +139,7 @@ def _hold(folder: Path) -> Iterator[Path | None]:
 
     What a killed process has left is removed first.
     """
+    folder = folder.absolute()
     temporary = folder.with_name(f"{folder.name}.packing")
     with disk_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
