@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rowstead.fleet.ray_launch import find_cluster
-from rowstead.fleet.roster import read_address
+from rowstead.fleet.ray_launch import RayRole, find_cluster, local_cluster
+from rowstead.fleet.roster import RoleFiles, read_address
 from rowstead.run import train
+from tests.fleet.sleeping_actor import SleepingActor
 from tests.fleet.test_fleet import command, figures_of, left_behind
 from tests.small_runs import recipe, small_spec, wait_until
 
@@ -54,31 +55,39 @@ def run_command(address: str, printed: Path, *arguments: object) -> Iterator[sub
 
 
 @pytest.mark.slow
-def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_a_frozen_role_and_leaves_no_process(
-    address: str, tmp_path: Path
-) -> None:
+def test_a_fleet_on_several_nodes_trains_and_recovers_from_a_kill_and_leaves_no_process(address: str, tmp_path: Path) -> None:
     out, printed = tmp_path / "out", tmp_path / "printed"
     with run_command(address, printed, "train", recipe(tmp_path, epochs=3), "--fleet", ROLES, "--out", out) as coordinator:
         wait_until(
-            lambda: any(read_address(out, "trainer", n) for n in range(2)) or coordinator.poll() is not None,
-            what="a trainer",
-            deadline_s=240,  # each role imports everything anew
+            lambda: any(read_address(out, "trainer", n) for n in range(2)) or coordinator.poll() is not None, what="a trainer"
         )
-        victim, frozen = read_address(out, "sparse", 1), read_address(out, "reader", 0)
+        victim = read_address(out, "sparse", 1)
         assert victim is not None, printed.read_text()
-        assert frozen is not None, printed.read_text()
         os.kill(victim.pid, signal.SIGKILL)
-        os.kill(frozen.pid, signal.SIGSTOP)
-        assert coordinator.wait(timeout=260) == 0, printed.read_text()
+        assert coordinator.wait(timeout=200) == 0, printed.read_text()
     assert "sparse 1 was killed by SIGKILL" in printed.read_text()
-    assert "reader 0 has given no sign of life for 15 s: killing it" in printed.read_text()
-    assert not psutil.pid_exists(frozen.pid)
     figures = figures_of(out)
-    assert figures["num_restarts"] >= 2
+    assert figures["num_restarts"] >= 1
     single = train(small_spec("train.epochs=3"), out=tmp_path / "single").quality
     assert single is not None
     assert figures["ne"] == pytest.approx(single.ne, rel=0.04)
     assert left_behind(out) == []
+
+
+@pytest.mark.slow
+def test_a_frozen_process_of_a_role_is_killed_with_its_actor(tmp_path: Path) -> None:
+    import ray
+
+    with local_cluster(ray, 1):
+        actor = ray.remote(SleepingActor).options(num_cpus=1, max_concurrency=2).remote()
+        role = RayRole(ray, actor, RoleFiles(tmp_path, "sparse", 0), 0)
+        pid = tmp_path / "pid"
+        wait_until(lambda: role.exit_code() is not None or (pid.exists() and pid.read_text() != ""), what="its process")
+        frozen = psutil.Process(int(pid.read_text()))
+        frozen.suspend()
+        role.kill()
+        wait_until(lambda: not frozen.is_running(), what="its end", deadline_s=30)
+        assert role.exit_code() == -signal.SIGKILL
 
 
 @pytest.mark.slow

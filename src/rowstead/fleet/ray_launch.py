@@ -28,8 +28,6 @@ from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.job import LAUNCHER
 
 LOOPBACK = "127.0.0.1"
-KILL_TIMEOUT_S = 2.0
-"""Time for an actor to kill its process: it may be waiting for a node, or its node may be gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +61,7 @@ class RayRole(Role):
     def kill(self) -> None:
         """Kill it at once; it may not even have a node yet."""
         if self.exit_code() is None:
-            # First its process: a frozen one would not notice that its actor is gone.
-            self._ray.wait([self._actor.send.remote(int(signal.SIGKILL))], timeout=KILL_TIMEOUT_S)
-            self._ray.kill(self._actor)
+            self._ray.kill(self._actor)  # Ray kills its process too, also a frozen one
             self._code = -signal.SIGKILL
 
 
