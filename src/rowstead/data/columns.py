@@ -116,9 +116,7 @@ class ColumnReader:
             columns = [values.floats(i) for i in range(first, min(first + TILE, len(self.dense)))]
             interleave(columns, dense, np.arange(first, first + len(columns)))
         found = [values.bags(i) for i in range(len(self.sparse))]
-        return self.block_of(
-            dense, found, {field: values.floats(len(self.dense) + i) for i, field in enumerate(self.scalars)}
-        )
+        return self.block_of(dense, found, {field: values.floats(len(self.dense) + i) for i, field in enumerate(self.scalars)})
 
     def block_of(
         self, dense: NDArray[np.float32], bags: Sequence[Bags], scalars: Mapping[str, NDArray[np.float32]]

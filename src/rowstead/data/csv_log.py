@@ -42,7 +42,9 @@ class CsvLog(FileLog):
         self._separator = sample.form.separator
         ids = frozenset(self.columns.sparse) - {*self.columns.dense, *self.columns.scalars.values()}
         self._types = {name: _settle(kind, name in ids) for name, kind in sample.types(as_ids=ids).items()}
-        was_text = [name for name, kind in self.columns.expected_kinds.items() if kind == "text" and name not in self.spec.types]
+        was_text = [
+            name for name, kind in self.columns.expected_kinds.items() if kind == "text" and name not in self.spec.types
+        ]
         self._types |= {name: pa.string() for name in was_text if name in self._types}
         """The type of each column of the first file; other files have the same."""
         self._indexes: list[CsvIndex | None] = [None] * len(self.files)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rowstead.data.batch import Batch, share_bounds
 from rowstead.data.encode import empty_pinned
-from rowstead.data.packed_files import PackedReader
-from rowstead.data.packed_gather import PackedBatch, gather, gather_totals
 from rowstead.data.file_log import FileLog
 from rowstead.data.file_source import TRAINING_CORES
+from rowstead.data.packed_files import PackedReader
+from rowstead.data.packed_gather import PackedBatch, gather, gather_totals
 from rowstead.data.prefetch import map_ahead
 from rowstead.data.row_order import Cursor
 from rowstead.data.source import Batches, Source, StagedBatches
