@@ -179,7 +179,7 @@ def test_split_by_hash_does_not_depend_on_chunks_and_takes_about_the_share(tmp_p
 def test_what_is_written_can_be_read_and_described(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text_of(300))
     summary = convert([tmp_path / "a.txt"], tmp_path / "out", rows_per_file=100, rows_per_group=40)
-    features = infer_features(pq.read_schema(summary.files["train"][0]))
+    features, _ = infer_features(pq.read_schema(summary.files["train"][0]))
     reader = ParquetLog(ParquetSpec(train=(str(tmp_path / "out" / "train-*.parquet"),)), features, split="all")
     found = describe(reader.raw_blocks(), features)
     rows = plain_parse(text_of(270))[0]

@@ -212,15 +212,22 @@ def test_features_are_inferred_from_the_types_of_columns() -> None:
             "shop": pa.array(["b"]).dictionary_encode(),
             "tags": pa.array([["a", "b"]]),
             "when": pa.array([0], pa.timestamp("s")),
+            "on": pa.array([True]),
+            "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)),
+            "curve": pa.array([[1.0]]),
             "blob": pa.array([b"x"]),
         }
     )
-    features = infer_features(table.schema)
-    assert [f.name for f in features.dense] == ["price"]
-    assert [f.name for f in features.sparse] == ["user", "city", "shop", "tags"]
+    features, left_out = infer_features(table.schema)
+    assert [f.name for f in features.expanded_dense()] == ["price", "when", "vector[0]", "vector[1]"]
+    assert [f.name for f in features.sparse] == ["user", "city", "shop", "tags", "on"]
+    columns = {str(f.column) for f in (*features.dense, *features.sparse)}
+    assert {*columns, *left_out} == set(table.column_names)  # none without a word
+    assert left_out["blob"] == "type binary is not supported"
+    assert "a recipe that says its `length`" in left_out["curve"]
     found = describe([ColumnReader(features, label="label").block(table)], features)
-    assert [s.length_max for s in found.sparse] == [1, 1, 1, 2]
+    assert [s.length_max for s in found.sparse] == [1, 1, 1, 2, 1]
     assert found.label_mean == 1.0
-    assert [f.name for f in infer_features(table.schema, label="price").dense] == []
+    assert [f.name for f in infer_features(table.schema, label="price")[0].dense] == ["when", "vector"]
     with pytest.raises(DataError, match=r"no column can be a feature.*blob"):
         infer_features(table.select(["label", "blob"]).schema)

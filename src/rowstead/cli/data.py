@@ -124,7 +124,8 @@ def movielens(
 @app.command()
 def describe(
     files: Annotated[
-        list[str] | None, typer.Argument(help="Parquet files, globs or URLs. [default: the recipe's training split]")
+        list[str] | None,
+        typer.Argument(help="Parquet, CSV or TSV files, folders, globs or URLs. [default: the recipe's training split]"),
     ] = None,
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="Use the features of this recipe instead of guessing them.")
@@ -141,15 +142,17 @@ def describe(
     from rowstead.spec.parse import to_plain
 
     console = terminal()
-    features, blocks = _log_to_describe(files, recipe, label, max_rows)
+    features, left_out, blocks = _log_to_describe(files, recipe, label, max_rows)
     with _progress("rows") as advance:
         statistics = describe_blocks(blocks, features, num_rows=hash_size, progress=lambda rows: advance(rows, 0))
     if as_json:
-        typer.echo(json.dumps(to_plain(statistics)))
+        typer.echo(json.dumps({**to_plain(statistics), "left_out": left_out}))
     else:
         console.print(headline(statistics))
         for table in tables(statistics):
             print_wide(console, build_table(table.headings, table.rows, title=table.title, numbers=table.headings[1:]))
+        if left_out:
+            print_wide(console, build_table(("column", "why"), left_out.items(), title="Left out"))
     if picture is not None:
         picture.write_text(page(statistics, title=", ".join(files or [recipe or "log"])))
         console.print(f"charts: {picture}", soft_wrap=True)
@@ -157,7 +160,8 @@ def describe(
 
 def _log_to_describe(
     files: list[str] | None, recipe: str | None, label: str, max_rows: int | None
-) -> tuple[FeaturesSpec, Iterator[RawBlock]]:
+) -> tuple[FeaturesSpec, dict[str, str], Iterator[RawBlock]]:
+    """The features to describe, why other columns are left out, and the rows."""
     from rowstead.data.describe import infer_features
     from rowstead.data.file_log import open_file_log, read_schema
     from rowstead.data.files import choose_file_log
@@ -166,12 +170,12 @@ def _log_to_describe(
 
     if recipe is not None:
         spec = load_recipe(recipe)
-        return spec.features, read_raw_blocks(spec, files, max_rows)
+        return spec.features, {}, read_raw_blocks(spec, files, max_rows)
     if not files:
         raise RowsteadError("give the files to describe, or a recipe with --recipe")
     log = choose_file_log(tuple(files), label=label)
-    features = infer_features(read_schema(log), label=label)
-    return features, open_file_log(log, features, split="all").raw_blocks(max_rows)
+    features, left_out = infer_features(read_schema(log), label=label)
+    return features, left_out, open_file_log(log, features, split="all").raw_blocks(max_rows)
 
 
 def _convert(convert: Callable[..., Summary], split: str, on_bad_row: str) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowstead.data.block import RawBlock
-from rowstead.data.column_values import id_type, is_text
+from rowstead.data.column_values import id_type, is_list, is_quantity, is_text, is_time
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
 from rowstead.data.hashing import hash_to_rows, mix_ids
 from rowstead.data.transforms import accumulate_moments
@@ -23,7 +23,7 @@ from rowstead.spec.statistics import QUANTILES, DenseStatistics, LogStatistics, 
 DEFAULT_MEMORY_BYTES = 1 << 30
 """For counting ids: enough for 20 million ids of one feature exactly."""
 NOT_FEATURES = ("label", "timestamp", "rating", "true_p")
-"""Columns that `infer_features` omits: outcomes and timestamps."""
+"""Names of columns that `infer_features` leaves out: outcomes and times."""
 SAMPLE_ROWS = 20_000
 MAX_TRACKED_LENGTH = 65_535
 NUM_SKEW_POINTS = 40
@@ -77,25 +77,42 @@ def describe(
     )
 
 
-def infer_features(schema: pa.Schema, *, label: str = "label", num_rows: int = 1_000_000) -> FeaturesSpec:
-    """Guess the features of a log without a recipe.
+def infer_features(
+    schema: pa.Schema, *, label: str = "label", num_rows: int = 1_000_000
+) -> tuple[FeaturesSpec, dict[str, str]]:
+    """Guess the features of a log without a recipe, from types alone; and why each other column is left out.
 
-    Floating-point columns are dense; integers, text, and lists of either are sparse, with a hash size of `num_rows`. The label,
-    `timestamp`, `rating`, `true_p` and columns of other types are omitted.
+    Floating-point columns, dates and timestamps are dense, and so are lists of a fixed size of numbers. Integers, text, booleans, and
+    lists of these are sparse, with a hash size of `num_rows`.
     """
-    dense, sparse = [], []
+    dense: list[DenseFeatureSpec] = []
+    sparse: list[SparseFeatureSpec] = []
+    left_out: dict[str, str] = {}
     for field in schema:
-        if field.name == label or field.name in NOT_FEATURES or not field.name:
-            continue
         kind = field.type
-        if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-            dense.append(DenseFeatureSpec(name=field.name, column=field.name))
-        elif pa.types.is_integer(id_type(kind)) or is_text(id_type(kind)):
-            sparse.append(SparseFeatureSpec(name=field.name, column=field.name, num_rows=num_rows))
+        value, name = id_type(kind), field.name
+        is_number = pa.types.is_floating(value) or pa.types.is_decimal(value)
+        if name == label:
+            left_out[name] = "the label"
+        elif name in NOT_FEATURES:
+            left_out[name] = "by its name an outcome or a time, not a feature"
+        elif not name:
+            left_out[name] = "no name"
+        elif is_list(kind) and is_number:
+            if pa.types.is_fixed_size_list(kind):
+                dense.append(DenseFeatureSpec(name=name, column=name, length=kind.list_size))
+            else:
+                left_out[name] = f"type {kind}: describe it with a recipe that says its `length`"
+        elif not is_list(kind) and (is_number or is_time(kind)):
+            dense.append(DenseFeatureSpec(name=name, column=name))
+        elif is_quantity(value) or is_text(value):
+            sparse.append(SparseFeatureSpec(name=name, column=name, num_rows=num_rows))
+        else:
+            left_out[name] = f"type {kind} is not supported"
     if not dense and not sparse:
         found = ", ".join(f"{field.name} ({field.type})" for field in schema) or "none"
         raise DataError(f"no column can be a feature (a number, text, or list of ids); the columns are {found}")
-    return FeaturesSpec(dense=tuple(dense), sparse=tuple(sparse))
+    return FeaturesSpec(dense=tuple(dense), sparse=tuple(sparse)), left_out
 
 
 class _SparseCounts:

@@ -199,9 +199,10 @@ def _find_in_folder(pattern: str, path: str, suffixes: Sequence[str]) -> list[Lo
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(("_", "."))]
         for name in names:
+            if name.startswith(("_", ".")):
+                continue
             if name.lower().endswith(tuple(suffixes)):
-                if not name.startswith(("_", ".")):
-                    found.append(os.path.join(folder, name))
+                found.append(os.path.join(folder, name))
             else:
                 others[os.path.splitext(name)[1] or name] += 1
     if not found:

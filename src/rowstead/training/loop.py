@@ -29,6 +29,7 @@ from rowstead.training import checkpoint
 from rowstead.training.checkpoint_increment import CheckpointChanges, Increment
 from rowstead.training.checkpoint_writer import CheckpointWriter
 from rowstead.training.evaluate import evaluate
+from rowstead.training.input_scale import scale_warning
 from rowstead.training.metrics import Quality
 from rowstead.training.prefetch import copy_ahead
 from rowstead.training.profile import Profiler
@@ -195,6 +196,8 @@ class Loop:
             for batch, device_batch, (epoch, cursor) in self.stepper.prefetch(on_device):
                 position.epoch = epoch
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
+                if position.step == 0:
+                    self._check_scale(device_batch)
                 with _name_location(where):
                     if self._changes.marks_rows:
                         self._changes.mark(batch.sparse)
@@ -227,6 +230,11 @@ class Loop:
                     return "finished"
                 started = time.perf_counter()
         return "finished"
+
+    def _check_scale(self, batch: Batch) -> None:
+        names = [feature.name for feature in self.spec.features.expanded_dense()]
+        if (warning := scale_warning(batch.dense, names)) is not None:
+            self.reporter.on_message(warning)
 
     def _is_done(self) -> bool:
         return self.position.step >= self.stepper.total_steps

@@ -1,0 +1,215 @@
+"""`rowstead init` writes a recipe that trains as it is, and says why it left columns out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rowstead import run
+from rowstead.data.describe import describe
+from rowstead.data.file_log import open_file_log
+from rowstead.data.survey import choose_num_rows, refine, survey
+from rowstead.spec.data import ParquetSpec
+from rowstead.spec.errors import DataError
+from rowstead.spec.parse import parse, to_plain
+from rowstead.spec.run import RunSpec, load_recipe
+from tests.cli.commands import Command, assert_refused
+
+NUM_USERS, NUM_ITEMS = 400, 300
+HAND_WRITTEN = """
+name: hand
+data:
+  csv: {train: clicks.csv, label: clicked, split: {by: time, column: at}}
+features:
+  dense:
+    - {name: price, log: true, missing: mean, standardise: true}
+    - {name: age, missing: mean, standardise: true}
+    - {name: member}
+  sparse:
+    - {name: user, num_rows: 4000}
+    - {name: item, num_rows: 3000}
+    - {name: city, num_rows: 100}
+    - {name: hour, column: at, part: hour, num_rows: 24, hash: none}
+model: {width: 16, bottom: [64], top: [64, 32]}
+train:
+  batch_size: 64
+  sparse_optimizer: {kind: rowwise_adagrad, lr: 0.1, eps: 0.01}
+  dense_optimizer: {kind: adam, lr: 0.002}
+  schedule: {decay: linear}
+"""
+
+
+def clicks(num_rows: int) -> pd.DataFrame:
+    """A log as pandas has it: integers with nulls are floats, times are in order."""
+    rng = np.random.default_rng(5)
+    user, item = rng.integers(0, NUM_USERS, num_rows), rng.zipf(1.4, num_rows) % NUM_ITEMS
+    at = pd.Timestamp("2026-10-01") + pd.to_timedelta(np.sort(rng.integers(0, 30 * 86_400, num_rows)), unit="s")
+    price, member = np.exp(rng.normal(3, 2, num_rows)), rng.random(num_rows) < 0.4
+    logit = rng.normal(0, 1, NUM_USERS)[user] + rng.normal(0, 1, NUM_ITEMS)[item] + 0.5 * member + 0.3 * np.log(price) - 2.2
+    clicked = (rng.random(num_rows) < 1 / (1 + np.exp(-logit))).astype(int)
+    table = {
+        "event_id": np.arange(num_rows) + 10**9,
+        "at": at,
+        "user": np.where(rng.random(num_rows) < 0.03, np.nan, user),
+        "item": item,
+        "city": np.where(rng.random(num_rows) < 0.05, None, np.array(["Rome", "Oslo", "Lima"])[rng.integers(0, 3, num_rows)]),
+        "price": np.where(rng.random(num_rows) < 0.1, np.nan, price),
+        "age": np.where(rng.random(num_rows) < 0.1, np.nan, rng.integers(18, 80, num_rows)),
+        "member": member,
+        "country": "IT",
+        "clicked": clicked,
+        "click_time": np.where(clicked == 1, at.astype("datetime64[s]").astype(str), None),
+        "dwell": clicked * rng.random(num_rows),
+    }
+    return pd.DataFrame(table)
+
+
+def test_a_recipe_has_types_sizes_transforms_and_a_split_and_says_what_it_left_out(rowstead: Command) -> None:
+    clicks(600).to_csv("clicks.csv", index=False)
+    done = rowstead("init", "clicks.csv", "--label", "clicked")
+    assert done.code == 0, done.text
+    assert "rowstead train recipe.yaml" in done.out
+    text = Path("recipe.yaml").read_text()
+    spec = load_recipe("recipe.yaml")
+    assert spec.data.csv is not None
+    assert spec.data.csv.types["user"] == "float64"
+    assert spec.data.csv.split.column == "at"
+    assert [(f.name, f.log, f.standardise, f.missing) for f in spec.features.dense] == [
+        ("price", True, True, "mean"),
+        ("age", False, True, "mean"),
+    ]
+    assert [f.name for f in spec.features.sparse] == ["at_hour", "at_weekday", "user", "item", "city", "member"]
+    assert spec.features.sparse[4].num_rows == choose_num_rows(3) == 100
+    for column, why in {
+        "event_id": "every row has a value of its own",
+        "country": "it has the same value in every row",
+        "click_time": "it says what the label is",
+        "dwell": "it says what the label is",
+    }.items():
+        assert f"#   {column}: {why}" in text
+        assert f"{column} " in done.out
+    assert_refused(rowstead("init", "clicks.csv", "--label", "clicked"), "recipe.yaml exists")
+    run.train("recipe.yaml")
+
+
+def test_other_logs_give_recipes_too(rowstead: Command) -> None:
+    rng = np.random.default_rng(0)
+    rows = 300
+    table = pa.table(
+        {
+            "vector": pa.array(list(rng.normal(size=(rows, 3))), pa.list_(pa.float64())),
+            "likes": pa.array([rng.integers(0, 40, size).tolist() for size in rng.integers(0, 6, rows)]),
+            "blob": pa.array([b"x"] * rows),
+            "num_views": pa.array(rng.integers(0, 5, rows)),
+            "yes": pa.array(rng.integers(0, 2, rows)),
+            "odd: name\n#": pa.array(rng.integers(0, 9, rows).astype(str)),
+            "label": pa.array(rng.integers(0, 2, rows)),
+        }
+    )
+    for day in (1, 2):
+        folder = Path(f"log/date=2026-11-0{day}")
+        folder.mkdir(parents=True)
+        pq.write_table(table.slice((day - 1) * 150, 150), folder / "part-0.parquet")
+    done = rowstead("init", "log", "--out", "mine.yaml")
+    assert done.code == 0, done.text
+    spec = load_recipe("mine.yaml")
+    assert spec.data.parquet is not None
+    assert spec.data.parquet.split.column == "date"
+    assert [f.name for f in spec.features.expanded_dense()] == ["vector[0]", "vector[1]", "vector[2]", "num_views"]
+    assert [f.name for f in spec.features.sparse] == ["likes", "yes", "odd: name\n#", "date_weekday"]
+    assert "#   blob: type binary is not supported" in Path("mine.yaml").read_text()
+    assert (spec.features.sparse[0].pooling, spec.features.sparse[0].max_ids) == ("mean", 5)
+    assert parse(RunSpec, yaml.safe_load(yaml.safe_dump(to_plain(spec)))) == spec
+    run.train("mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("label", "says"),
+    [
+        ("clickd", "no column `clickd`: did you mean `clicked`? Name its label column with --label"),
+        ("stars", "the label column `stars` has values from 1 to 5; labels must be between 0 and 1"),
+        ("none", "the label column `none` is empty"),
+        ("one", "the label column `one` is 1 in every row"),
+        ("text", "column `text` has type string"),
+    ],
+)
+def test_a_label_that_cannot_be_is_named(rowstead: Command, label: str, says: str) -> None:
+    columns = {"clicked": [0, 1] * 30, "stars": [1, 5] * 30, "none": [None] * 60, "one": [1] * 60, "text": ["a", "b"] * 30}
+    pd.DataFrame(columns).to_csv("log.csv", index=False)
+    assert_refused(rowstead("init", "log.csv", "--label", label), says)
+
+
+def test_a_log_of_which_nothing_can_be_learned_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [0, 1] * 50, "copy": [0.0, 1.0] * 50, "same": [1] * 100}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="no column of the log can be a feature: `copy`: it says what the label is; `same`"):
+        _ = survey(ParquetSpec(train=(str(tmp_path / "x.parquet"),))).features
+
+
+def test_infinite_values_are_clipped_and_long_tails_logged(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    tail, flat = np.exp(rng.normal(5, 2, 500)), rng.normal(0, 1, 500)
+    flat[7] = np.inf
+    log = pa.table({"tail": tail, "flat": flat, "label": rng.integers(0, 2, 500)})
+    pq.write_table(log, tmp_path / "x.parquet")
+    spec = ParquetSpec(train=(str(tmp_path / "x.parquet"),))
+    found = survey(spec)
+    better = refine(found, describe(open_file_log(spec, found.features, split="all").raw_blocks(), found.features))
+    long, other = better.features.dense
+    assert (long.log, long.standardise, long.clip) == (True, True, None)
+    assert (other.log, other.standardise) == (False, False)
+    assert other.clip is not None
+    assert other.clip[1] < 10
+
+
+def test_hash_sizes_grow_with_ids_and_keep_few_of_them_in_one_row() -> None:
+    sizes = [choose_num_rows(n) for n in (0, 3, 1000, 99_000, 10**6, 10**9)]
+    assert sizes == [100, 100, 10_000, 990_000, 2_000_000, 2_000_000_000]
+
+
+def test_unscaled_input_is_warned_of_by_name(rowstead: Command) -> None:
+    rng = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "hash": pa.array(rng.integers(2**62, 2**63, 200, np.uint64)),
+            "fine": pa.array(rng.normal(size=200)),
+            "label": pa.array(rng.integers(0, 2, 200)),
+        }
+    )
+    pq.write_table(table, "log.parquet")
+    features = {"dense": [{"name": "hash"}, {"name": "fine"}]}
+    plain = {"name": "x", "data": {"parquet": {"train": "log.parquet"}}, "features": features, "train": {"batch_size": 64}}
+    Path("x.yaml").write_text(yaml.safe_dump(plain))
+    done = rowstead("train", "x.yaml")
+    assert "values of dense feature `hash` are around 7.1e+18, so that training may diverge: set `standardise: true`" in done.text
+    done = rowstead("train", "x.yaml", "--set", "features.dense.0.standardise=true")
+    assert "may diverge" not in done.text
+
+
+@pytest.mark.slow
+def test_a_newcomer_gets_a_good_model_without_an_edit(rowstead: Command) -> None:
+    clicks(16_000).to_csv("clicks.csv", index=False)
+    for arguments in (
+        ("init", "clicks.csv", "--label", "clicked"),
+        ("train", "recipe.yaml"),
+        ("predict", "last", "--out", "predictions.parquet", "--keep", "event_id"),
+        ("report", "runs", "--out", "report.html"),
+    ):
+        done = rowstead(*arguments)
+        assert done.code == 0, done.text
+    predictions = pd.read_parquet("predictions.parquet")
+    log = pd.read_csv("clicks.csv").set_index("event_id")
+    assert len(predictions) == pytest.approx(1600, rel=0.05)
+    assert (log.loc[predictions.event_id, "clicked"].to_numpy() == predictions.label.to_numpy()).all()
+    assert Path("report.html").stat().st_size > 1000
+    Path("hand.yaml").write_text(HAND_WRITTEN)
+    ours, by_hand = (run.train(recipe).quality for recipe in ("recipe.yaml", "hand.yaml"))
+    assert ours is not None
+    assert by_hand is not None
+    assert ours.ne < 1.01 * by_hand.ne
+    assert ours.ne < 0.95
