@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rowstead.records.files import is_figure
-from rowstead.report.inputs import RunView
+from rowstead.report.inputs import RunView, name_logs
 from rowstead.report.theme import (
     Chart,
     TextTable,
@@ -30,6 +30,8 @@ MAX_RUNS = 8
 MAX_POINTS = 400
 """Maximum number of points of a curve."""
 
+PHASES = tuple(Phase)
+"""A phase has one color in all charts: that of its index."""
 Inks = Mapping[str, int]
 """The color of each run, the same in every chart."""
 
@@ -90,11 +92,11 @@ def draw_times(spent: Sequence[TimeSpent]) -> Chart | None:
             phase.value,
             [100 * one.seconds.get(phase, 0.0) / one.total_s for one in spent],
             names,
-            index,
+            PHASES.index(phase),
             customdata=[one.seconds.get(phase, 0.0) for one in spent],
             hovertemplate=f"{phase.value}: %{{x:.1f}} %, %{{customdata:.3~s}}s<extra></extra>",
         )
-        for index, phase in enumerate(phases)
+        for phase in phases
     ]
     rows = tuple((one.name, *(figure_text(one.seconds.get(phase)) for phase in phases)) for one in spent)
     return Chart(
@@ -121,7 +123,9 @@ def draw_steps(spent: Sequence[TimeSpent]) -> Chart | None:
         widths = [1e3 * one.step_s.get(phase, 0.0) for one in spent]
         hover = f"{phase.value}: %{{x:.3~g}} ms, from %{{base:.3~g}} ms<extra></extra>"
         traces.append(
-            horizontal_bars(phase.value, widths, names, index, base=[1e3 * one for one in begins], hovertemplate=hover)
+            horizontal_bars(
+                phase.value, widths, names, PHASES.index(phase), base=[1e3 * one for one in begins], hovertemplate=hover
+            )
         )
     rows = tuple((one.name, *(figure_text(1e3 * one.step_s.get(phase, 0.0)) for phase in phases)) for one in spent)
     return Chart(
@@ -174,6 +178,7 @@ def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> Me
 def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
     """NE during training and on the evaluation split, for runs that have either."""
     found = []
+    log_names = name_logs(runs[:MAX_RUNS])
     for run in runs[:MAX_RUNS]:
         training, evaluation = curve(run, "train", "ne"), curve(run, "evaluation", "ne")
         if training.steps or evaluation.steps:
@@ -187,7 +192,7 @@ def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
                     best=best[-1] if best else None,
                     batch_size=size,
                     log=run.log,
-                    log_name=run.log_name,
+                    log_name=log_names[run.log],
                 )
             )
     return found

@@ -10,6 +10,8 @@ from rowstead.report.theme import DARK, LIGHT, Chart, TextTable, cut, script_jso
 
 MAX_ROWS = 300
 """Maximum number of rows of a table on the page; omitted rows are counted."""
+MAX_SHORT = 14
+"""Longer values of cards have smaller letters."""
 MAX_CELL, MAX_TITLE, MAX_WORDS = 200, 120, 800
 """Maximum number of characters of a cell, a heading and a chart's description."""
 
@@ -76,7 +78,7 @@ def _chart(chart: Chart) -> str:
     return (
         f'<figure><figcaption><div class="head"><h3>{name}</h3><button type="button" class="save" data-name="{_anchor(chart.key)}" '
         f'aria-label="Save as SVG: {name}">SVG</button></div><p>{words}</p></figcaption>'
-        f'<div class="figure" style="height:{chart.height_rem:g}rem" data-height="{chart.height_rem:g}" role="img" aria-label="{name}. {words}"></div>{numbers}</figure>'
+        f'<ul class="legend"></ul><div class="figure" style="height:{chart.height_rem:g}rem" data-height="{chart.height_rem:g}" role="img" aria-label="{name}. {words}"></div>{numbers}</figure>'
     )
 
 
@@ -99,7 +101,7 @@ def _cell(text: str, most: int = MAX_CELL) -> str:
 def cards_html(cards: Sequence[tuple[str, str, str]]) -> str:
     """A row of cards: label, value and note."""
     made = "".join(
-        f'<div class="card"><div class="what">{_cell(what)}</div><div class="value">{_cell(value)}</div><div class="more">{_cell(more)}</div></div>'
+        f'<div class="card"><div class="what">{_cell(what)}</div><div class="value{" long" if len(value) > MAX_SHORT else ""}">{_cell(value)}</div><div class="more">{_cell(more)}</div></div>'
         for what, value, more in cards
     )
     return f'<div class="cards">{made}</div>'
@@ -138,10 +140,13 @@ main { display: grid; gap: 1.5rem; } main > section { min-width: 0; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: .9rem 1rem; min-width: 0; break-inside: avoid; }
 .head { display: flex; justify-content: space-between; align-items: start; gap: .75rem; } .save { font: inherit; font-size: .72rem; color: var(--quiet); background: none; border: 1px solid var(--line); border-radius: 6px; padding: 0 .45rem; cursor: pointer; }
 figcaption p { font-size: .88rem; margin-bottom: .3rem; } .figure { width: 100%; min-width: 0; }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; list-style: none; margin: 0 0 .3rem; padding: 0; } .legend button { font: inherit; font-size: .84rem; line-height: 1.6; color: var(--text); background: none; border: 0; padding: 0; cursor: pointer; text-align: left; overflow-wrap: anywhere; }
+.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem; vertical-align: -.08rem; } .legend i.dashed { height: .18rem; vertical-align: .22rem; } .legend [aria-pressed="false"] { opacity: .45; text-decoration: line-through; }
 section > h3 { margin: 1rem 0 .35rem; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: .6rem 0 1rem; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: .7rem .95rem; } .card .what, .card .more { color: var(--quiet); font-size: .84rem; }
 .card .value { font-size: 1.5rem; font-weight: 650; letter-spacing: -.02em; line-height: 1.3; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.card .value.long { font-size: 1.1rem; line-height: 1.45; }
 .wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 12px; max-height: 30rem; overflow-y: auto; }
 figure .wide { border-radius: 8px; margin-top: .4rem; max-height: 20rem; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; width: 100%; }
@@ -174,16 +179,39 @@ function draw(index) {
   if (printing) layout.width = paper;
   else if (narrow.matches) {
     layout.font.size = 11;
-    if (layout.showlegend && !layout.scene) { // below the figure
-      const shown = data.filter((trace) => trace.showlegend !== false), long = shown.some((trace) => (trace.name ?? '').length > 18);
-      layout.legend = { orientation: 'h', y: -0.25, yanchor: 'top', entrywidthmode: 'fraction', entrywidth: long ? 1 : 0.48 };
-      plots[index].style.height = `calc(${plots[index].dataset.height}rem + ${(long ? 1.4 : 0.7) * shown.length}rem)`;
+    const rows = layout.yaxis?.type === 'category' ? [...new Set(data.flatMap((trace) => trace.y ?? []))] : [];
+    if (rows.some((name) => String(name).length > 16)) { // numbers of runs are at their ends
+      Object.assign(layout.yaxis, { tickmode: 'array', tickvals: rows, ticktext: rows.map((name) => (String(name).length > 16 ? '…' + String(name).slice(-14) : name)) });
     }
   }
+  const hasLegend = layout.showlegend;
+  if (!printing) layout.showlegend = false; // it is beside the figure as text, which wraps
   drawn.add(index);
   Plotly.react(plots[index], data, layout, { responsive: true, displayModeBar: false });
   plots[index].dataset.drawn = 'yes';
+  if (!printing) list(index, hasLegend ? data : []);
   if (drawn.size === 1) performance.mark('first-figure');
+}
+function list(index, traces) {
+  const parts = traces.flatMap((trace, number) => {
+    if (trace.showlegend === false || !trace.name) return [];
+    const item = document.createElement('li'), button = document.createElement('button'), mark = document.createElement('i');
+    const ink = [trace.mode === 'lines' && trace.line?.color, trace.marker?.color, trace.line?.color, trace.colorscale?.[0]?.[1]].find((one) => typeof one === 'string');
+    mark.style.background = ink ?? colors.light['@quiet'];
+    mark.style.opacity = trace.opacity ?? 1;
+    if (trace.line?.dash) mark.className = 'dashed';
+    button.type = 'button';
+    button.setAttribute('aria-pressed', 'true');
+    button.append(mark, new DOMParser().parseFromString(trace.name, 'text/html').body.textContent);
+    button.addEventListener('click', () => {
+      const shown = button.getAttribute('aria-pressed') !== 'true';
+      button.setAttribute('aria-pressed', String(shown));
+      Plotly.restyle(plots[index], { visible: shown }, [number]);
+    });
+    item.append(button);
+    return [item];
+  });
+  plots[index].parentElement.querySelector('.legend').replaceChildren(...parts);
 }
 function begin() {
 const seen = new IntersectionObserver((entries) => {
@@ -198,7 +226,8 @@ addEventListener('beforeprint', () => { printing = true; plots.forEach((_, index
 addEventListener('afterprint', () => { printing = false; again(); });
 document.querySelectorAll('button.save').forEach((button, index) => button.addEventListener('click', () => {
   if (!drawn.has(index)) draw(index);
-  Plotly.downloadImage(plots[index], { format: 'svg', filename: button.dataset.name, width: 900, height: plots[index].clientHeight });
+  const { data, layout } = plots[index];
+  Plotly.downloadImage({ data, layout: { ...layout, showlegend: figures[index].layout.showlegend ?? data.length > 1 } }, { format: 'svg', filename: button.dataset.name, width: 900, height: plots[index].clientHeight });
 }));
 }
 // Show text and tables first; load plotly after that.

@@ -150,6 +150,16 @@ def gather(paths: Iterable[Path | str], *, root: Path | str = "runs") -> ReportI
     return ReportInputs(runs=tuple(newest_first), contents=contents, paths=tuple(read))
 
 
+def name_logs(runs: Iterable[RunView]) -> dict[str, str]:
+    """A distinct name for each log of these runs."""
+    names: dict[str, str] = {}
+    for run in runs:
+        if run.log not in names:
+            number = 1 + sum(name.startswith(run.log_name) for name in names.values())
+            names[run.log] = run.log_name if number == 1 else f"{run.log_name} ({number})"
+    return names
+
+
 def _entry_key(entry: StoreEntry) -> tuple[str, str]:
     """Key of an entry, distinct for runs of the same name under different roots; equal lines are one entry."""
     return ("" if entry.folder is None else os.path.abspath(entry.folder), entry.id)

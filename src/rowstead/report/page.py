@@ -13,7 +13,7 @@ from rowstead.records.store import StoreEntry
 from rowstead.records.studies import count_kinds, newest
 from rowstead.report import charts_populations, charts_predictions, charts_runs, charts_searches, charts_studies, charts_tables
 from rowstead.report.html import Section, cards_html, page_of
-from rowstead.report.inputs import ReportInputs, RunView, gather
+from rowstead.report.inputs import ReportInputs, RunView, gather, name_logs
 from rowstead.report.terminal import count
 from rowstead.report.theme import Chart, TextTable, figure_text, words_of
 from rowstead.spec.catalogue import HERE
@@ -133,19 +133,20 @@ def overview(inputs: ReportInputs) -> Section:
         blocks.append(cards_html(cards))
     tables = []
     shown = [key for key in FIGURES if any(key in run.figures for run in inputs.runs)]
-    for index, runs in enumerate(groups.values()):
+    log_names = name_logs(inputs.runs[:MAX_RECIPES_READ])
+    for index, (log, runs) in enumerate(groups.items()):
         rows = tuple(
             (
                 run.name,
-                run.entry.record.date[:16].replace("T", " ") if run.entry else "",
                 run.status,
+                run.entry.record.date[:16].replace("T", " ") if run.entry else "",
                 *(figure_text(run.figures.get(key)) for key in shown),
             )
             for run in runs
         )
-        title = "Runs" if len(groups) == 1 else f"Runs on {runs[0].log_name}"
+        title = "Runs" if len(groups) == 1 else f"Runs on {log_names.get(log, 'older logs')}"
         if index < MAX_LOGS:
-            tables.append(TextTable(title, ("run", "date", "status", *(FIGURES[key] for key in shown)), rows))
+            tables.append(TextTable(title, ("run", "status", "date", *(FIGURES[key] for key in shown)), rows))
     studies = inputs.contents.studies
     if studies:
         counts = {name: count_kinds(newest(inputs.contents.of(study=name))) for name in studies}

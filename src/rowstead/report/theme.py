@@ -11,13 +11,14 @@ from typing import Any
 
 MAX_LABEL = 48
 """Maximum number of characters of a name in a chart; tables show more."""
-NUM_COLORS = 8
+NUM_COLORS = 16
 MAX_SPREAD = 1_000
 """Maximum number of points of a violin."""
 
 LIGHT = {
     **{f"@{index}": color for index, color in enumerate(
-        ("#2457c5", "#c2541b", "#1a7f5f", "#8446bd", "#9a7400", "#b02c68", "#0f7d91", "#636a73")
+        ("#2457c5", "#c2541b", "#1a7f5f", "#8446bd", "#9a7400", "#b02c68", "#0f7d91", "#636a73",
+         "#4f7a00", "#7a4a2a", "#5b3f8c", "#00695c", "#a0303a", "#3c5a7a", "#7d6b00", "#84566f")
     )},
     "@text": "#1b2129", "@quiet": "#5a6573", "@line": "#dde2e9", "@card": "#ffffff", "@good": "#1a7f56", "@bad": "#b3261e",
     "@scale": [[0, "#eef3fb"], [0.25, "#b9cdf1"], [0.5, "#7ba0e3"], [0.75, "#3f6fd0"], [1, "#173a8a"]],
@@ -26,7 +27,8 @@ LIGHT = {
 """Light palette. Charts use color tokens; the page replaces them by the viewer's color scheme."""
 DARK = {
     **{f"@{index}": color for index, color in enumerate(
-        ("#82abff", "#ff9f6a", "#5fd0a8", "#c79bff", "#e6c04d", "#ff86b8", "#5fcbe0", "#aab2bc")
+        ("#82abff", "#ff9f6a", "#5fd0a8", "#c79bff", "#e6c04d", "#ff86b8", "#5fcbe0", "#aab2bc",
+         "#b0d860", "#d9a98a", "#a493d6", "#79e0d0", "#ff9d9d", "#9dbcdc", "#d8cf70", "#d8a8c4")
     )},
     "@text": "#e7eaee", "@quiet": "#9ba6b3", "@line": "#2c343e", "@card": "#171c23", "@good": "#5fd0a8", "@bad": "#ff8a80",
     "@scale": [[0, "#1c2532"], [0.25, "#27406f"], [0.5, "#3c66b8"], [0.75, "#6f9af0"], [1, "#cfe0ff"]],
@@ -166,7 +168,7 @@ def layout(xaxis: Mapping[str, Any], yaxis: Mapping[str, Any], **options: Any) -
 def bare(**options: Any) -> dict[str, Any]:
     """A chart's layout without axes."""
     return {
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "margin": {"l": 8, "r": 22, "t": 8, "b": 8},
         "hovermode": "closest",
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
