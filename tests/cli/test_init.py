@@ -186,7 +186,9 @@ def test_unscaled_input_is_warned_of_by_name(rowstead: Command) -> None:
     plain = {"name": "x", "data": {"parquet": {"train": "log.parquet"}}, "features": features, "train": {"batch_size": 64}}
     Path("x.yaml").write_text(yaml.safe_dump(plain))
     done = rowstead("train", "x.yaml")
-    assert "values of dense feature `hash` are around 7.1e+18, so that training may diverge: set `standardise: true`" in done.text
+    assert (
+        "values of dense feature `hash` are around 7.1e+18, so that training may diverge: set `standardise: true`" in done.text
+    )
     done = rowstead("train", "x.yaml", "--set", "features.dense.0.standardise=true")
     assert "may diverge" not in done.text
 

@@ -21,7 +21,7 @@ from rowstead.data.batch import Batch
 from rowstead.data.open_log import Sources, open_sources, open_to_pack
 from rowstead.data.pack import INDEX, fill_cache, open_pack, pack_log
 from rowstead.data.packed_files import PackedColumns, PackedReader, PackedRows, PackedWriter
-from rowstead.data.packed_gather import PackedBatch, gather
+from rowstead.data.packed_gather import GatheredBatch, gather
 from rowstead.data.packed_source import empty_bytes
 from rowstead.data.source import Source
 from rowstead.data.synth import write_parquet
@@ -157,7 +157,7 @@ def test_the_gpu_unpacks_a_staged_batch_as_the_host_does(tmp_path: Path) -> None
     from rowstead.kernels.gpu import bag_layout
 
     staged, _ = next(packed(small_spec("data.synth.num_train_samples=200"), tmp_path / "pack").train.staged_batches(64))
-    assert isinstance(staged, PackedBatch)
+    assert isinstance(staged, GatheredBatch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, expected = staged.unpack(staged.buffer.to(device), bag_layout.to_feature_major).to("cpu"), staged.to("cpu")
     assert found.sparse.ids.dtype == torch.int32

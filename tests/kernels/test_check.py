@@ -164,7 +164,7 @@ def test_a_store_refuses_such_batches_and_changes_nothing(kernel: str) -> None:
 
 def test_a_batch_is_checked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("rowstead.stores.base.check_sparse", lambda layout, *args, **kwargs: seen.append(layout))
+    monkeypatch.setattr("rowstead.data.batch.check_sparse", lambda layout, *args, **kwargs: seen.append(layout))
     batch = check_batch(Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3), LAYOUT)
     store = DeviceStore(LAYOUT, SparseOptimizerSpec())
     store.update(batch.to("cpu"), store.lookup(batch), lr=0.1, step=1)
@@ -178,7 +178,7 @@ def test_a_store_that_is_told_not_to_check_does_not(monkeypatch: pytest.MonkeyPa
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr("rowstead.stores.base.check_sparse", fail)
+    monkeypatch.setattr("rowstead.data.batch.check_sparse", fail)
     good = Sparse(ids=ids_of(), offsets=torch.tensor(OFFSETS), num_features=3)
     store = DeviceStore(LAYOUT, SparseOptimizerSpec(), check=False)
     before = store.lookup(good)

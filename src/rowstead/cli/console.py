@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -117,7 +118,7 @@ class ProgressBar(ConsoleLines):
 
     def on_step(self, progress: TrainProgress) -> None:
         if self._throttle.is_due() or progress.step == progress.total_steps:
-            facts = {"total": progress.total_steps, "completed": progress.step, "figures": figures_of(progress)}
+            facts: dict[str, Any] = {"total": progress.total_steps, "completed": progress.step, "figures": figures_of(progress)}
             self._bar.update(self._task, description="training", **facts)
 
 

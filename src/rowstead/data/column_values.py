@@ -7,7 +7,7 @@ A timestamp with a time zone counts in that zone, as a clock on its wall shows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from rowstead.spec.features import TimePart
 
 Bags = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Ids [nnz] and offsets [R + 1] of one sparse column."""
-Column = pa.Array | pa.ChunkedArray
+Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 DAY_S = 86_400
 _PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -128,7 +128,12 @@ class CsvIndex:
         """Where in the temporary file each group of a compressed file is: offset and bytes."""
         self.header = b""
         """The first row, if it is a header."""
-        options = {"separator": separator, "quotes": quotes, "has_header": has_header, "keep": codec is not None}
+        options: dict[str, Any] = {
+            "separator": separator,
+            "quotes": quotes,
+            "has_header": has_header,
+            "keep": codec is not None,
+        }
         try:
             for group in find_groups(file.path, _read_text(file, codec, self.fingerprint.size), **options):
                 if has_header and not self.header:
@@ -214,7 +219,7 @@ def _find_codec(file: LogFile) -> str | None:
     return next((codec for magic, codec in _MAGIC.items() if begin.startswith(magic)), None)
 
 
-def _read_text(file: LogFile, codec: str | None, size: int) -> Iterator[bytes]:
+def _read_text(file: LogFile, codec: str | None, size: int) -> Generator[bytes, None, None]:
     """The text of a file of `size` bytes, some at a time."""
     with _open_raw(file) as raw:
         if codec is None:
@@ -275,8 +280,8 @@ def split_row(row: bytes, separator: str, *, quotes: bool) -> list[str]:
     """The cells of one row."""
     text = row.decode("utf-8").strip("\r\n")
     csv.field_size_limit(MAX_ROW_BYTES)
-    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    return next(csv.reader([text], delimiter=separator, quoting=quoting), [])
+    reader = csv.reader([text], delimiter=separator, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
+    return next(reader, [])
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)

@@ -31,7 +31,7 @@ _LIMITS = {"labels": LABEL_RANGE[1], "weights": float(np.finfo(np.float32).max),
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedBatch:
+class GatheredBatch:
     """A batch as it was gathered: one buffer in host memory, which a GPU copies at once. A `StagedBatch`.
 
     On the device, `dense` and the scalars are views of the buffer, and the ids are brought into the order of a `Batch` by a kernel.
@@ -92,7 +92,7 @@ def _reorder_on_cpu(ids: Tensor, lengths: Tensor, starts: Tensor) -> tuple[Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class BufferShapes:
-    """Where the parts of a `PackedBatch` are in its buffer, the ids last."""
+    """Where the parts of a `GatheredBatch` are in its buffer, the ids last."""
 
     columns: PackedColumns
     num_samples: int
@@ -152,7 +152,7 @@ def gather(
     *,
     global_totals: BatchTotals | None = None,
     checked_for: object | None = None,
-) -> PackedBatch:
+) -> GatheredBatch:
     """The rows [B] with these numbers, in that order; `allocate` makes the buffer."""
     columns, num_samples = reader.columns, len(rows)
     block_of, row_of, firsts = np.empty_like(rows), np.empty_like(rows), np.empty_like(rows)
@@ -180,7 +180,7 @@ def gather(
     if columns.has_groups:
         groups = torch.empty(num_samples, dtype=torch.int64)
         _gather_groups(*where, groups.numpy())
-    return PackedBatch(buffer=buffer, shapes=shapes, groups=groups, global_totals=global_totals, checked_for=checked_for)
+    return GatheredBatch(buffer=buffer, shapes=shapes, groups=groups, global_totals=global_totals, checked_for=checked_for)
 
 
 def gather_totals(reader: PackedReader, rows: NDArray[np.int64]) -> BatchTotals | None:

@@ -18,7 +18,7 @@ from rowstead.data.encode import empty_pinned
 from rowstead.data.file_log import FileLog
 from rowstead.data.file_source import TRAINING_CORES
 from rowstead.data.packed_files import PackedReader
-from rowstead.data.packed_gather import PackedBatch, gather, gather_totals
+from rowstead.data.packed_gather import GatheredBatch, gather, gather_totals
 from rowstead.data.prefetch import map_ahead
 from rowstead.data.row_order import Cursor
 from rowstead.data.source import Batches, Source, StagedBatches
@@ -151,7 +151,7 @@ class PackedSource(Source):
         self._num_skipped += until - before
         return np.arange(start - before, stop - until)
 
-    def _gather(self, allocate: Callable[[int], Tensor], rows: NDArray[np.int64]) -> PackedBatch:
+    def _gather(self, allocate: Callable[[int], Tensor], rows: NDArray[np.int64]) -> GatheredBatch:
         reader = self._split.reader
         totals = None if self._world == 1 else gather_totals(reader, rows)
         own = rows[slice(*share_bounds(len(rows), self._rank, self._world))]

@@ -73,7 +73,7 @@ def kernel_calls(spec: RunSpec) -> dict[str, Callable[[], object]]:
     return calls
 
 
-class KernelCompiler(event.Listener):  # type: ignore[misc]
+class KernelCompiler(event.Listener):
     """Compiles what is missing when `run` is called; from the first missing kernel on, which may be one of the log's, with help."""
 
     def __init__(self, spec: RunSpec, on_message: Callable[[str], None]) -> None:

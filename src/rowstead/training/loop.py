@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rowstead.data.batch import Batch, StagedBatch
+from rowstead.data.batch import StagedBatch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.row_order import Cursor
@@ -31,7 +31,7 @@ from rowstead.training.checkpoint_writer import CheckpointWriter
 from rowstead.training.evaluate import evaluate
 from rowstead.training.input_scale import scale_warning
 from rowstead.training.metrics import Quality
-from rowstead.training.prefetch import copy_ahead
+from rowstead.training.prefetch import move_batches, read_epochs, time_waiting
 from rowstead.training.profile import Profiler
 from rowstead.training.progress import EarlyStopping, MeanIds, MovingLoss, Position, Progress, RunReporter
 from rowstead.training.step import Stepper
@@ -192,12 +192,14 @@ class Loop:
         position = self.position
         with Prefetch(self._batches(), depth=PREFETCH_BATCHES) as batches:
             started = time.perf_counter()
-            on_device = self._on_device(self._time_waiting(iter(batches)))
+            on_device = move_batches(time_waiting(iter(batches), self.timers), self.device)
             for batch, device_batch, (epoch, cursor) in self.stepper.prefetch(on_device):
                 position.epoch = epoch
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
                 if position.step == 0:
-                    self._check_scale(device_batch)
+                    names = [feature.name for feature in self.spec.features.expanded_dense()]
+                    if (warning := scale_warning(device_batch.dense, names)) is not None:
+                        self.reporter.on_message(warning)
                 with _name_location(where):
                     if self._changes.marks_rows:
                         self._changes.mark(batch.sparse)
@@ -231,45 +233,19 @@ class Loop:
                 started = time.perf_counter()
         return "finished"
 
-    def _check_scale(self, batch: Batch) -> None:
-        names = [feature.name for feature in self.spec.features.expanded_dense()]
-        if (warning := scale_warning(batch.dense, names)) is not None:
-            self.reporter.on_message(warning)
-
     def _is_done(self) -> bool:
         return self.position.step >= self.stepper.total_steps
 
     # Batches
 
     def _batches(self) -> Iterator[tuple[StagedBatch, ReaderAt]]:
-        """The rest of this epoch, and those after it: where one ends, the next is read ahead. The thread that prefetches runs all of it."""
-        position = self.position
-        batches = self._read_epochs(position.epoch, position.cursor)
+        """The rest of this epoch, and those after it. The thread that prefetches runs all of it."""
+        epochs, position = range(self.position.epoch, self.spec.train.epochs), self.position
+        batches: Iterator[tuple[StagedBatch, ReaderAt]]
+        batches = read_epochs(self.train_source, self.spec.train.batch_size, epochs, position.cursor, self.device)
         if self._profiler is not None:
             batches = self._profiler.reading(batches)
         return counted(batches, self._reader_cost, lambda item: item[0].num_samples)
-
-    def _read_epochs(self, epoch: int, cursor: Cursor | None) -> Generator[tuple[StagedBatch, ReaderAt], None, None]:
-        read = self.train_source.staged_batches if self.device.type == "cuda" else self.train_source.batches
-        for number in range(epoch, self.spec.train.epochs):
-            with contextlib.closing(read(self.spec.train.batch_size, epoch=number, cursor=cursor)) as batches:
-                for batch, after in batches:
-                    yield batch, (number, after)
-            cursor = None
-
-    def _time_waiting(self, batches: Iterator[tuple[StagedBatch, ReaderAt]]) -> Iterator[tuple[StagedBatch, ReaderAt]]:
-        while True:
-            with self.timers.phase(Phase.DATA):
-                item = next(batches, None)
-            if item is None:
-                return
-            yield item
-
-    def _on_device(self, batches: Iterator[tuple[StagedBatch, ReaderAt]]) -> Iterator[tuple[StagedBatch, Batch, ReaderAt]]:
-        """Each batch as read, and on the device that trains."""
-        if self.device.type == "cuda":
-            return copy_ahead(batches, self.device)
-        return ((batch, batch.to(self.device), at) for batch, at in batches)
 
     # Losses
 

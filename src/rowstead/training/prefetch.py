@@ -1,23 +1,55 @@
-"""Work ahead of a step: batches copied to a GPU during the step before, and rows prefetched by their store."""
+"""Work ahead of a step: epochs read one after the other, batches copied to a GPU during the step before, and rows prefetched by their store."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 
 from rowstead.data.batch import Batch, StagedBatch
+from rowstead.data.row_order import Cursor
+from rowstead.data.source import Source
 from rowstead.records.timers import Timers
 from rowstead.spec.phases import Phase
 from rowstead.stores.base import EmbeddingStore
 
 Staged = TypeVar("Staged", bound=StagedBatch)
+Item = TypeVar("Item")
 Where = TypeVar("Where")
 """What comes with a batch, such as its reader's cursor."""
+
+
+def read_epochs(
+    source: Source, batch_size: int, epochs: Iterable[int], cursor: Cursor | None, device: torch.device
+) -> Generator[tuple[StagedBatch, tuple[int, Cursor]], None, None]:
+    """The batches of some epochs, each with its epoch and the cursor after it; `cursor` is where the first epoch starts."""
+    read = source.staged_batches if device.type == "cuda" else source.batches
+    for epoch in epochs:
+        with contextlib.closing(read(batch_size, epoch=epoch, cursor=cursor)) as batches:
+            for batch, after in batches:
+                yield batch, (epoch, after)
+        cursor = None
+
+
+def time_waiting(items: Iterator[Item], timers: Timers) -> Iterator[Item]:
+    """The same items; the time for which each is waited for is that of reading."""
+    while True:
+        with timers.phase(Phase.DATA):
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
+
+
+def move_batches(batches: Iterator[tuple[Staged, Where]], device: torch.device) -> Iterator[tuple[Staged, Batch, Where]]:
+    """Each batch as it was read, and on the device that trains."""
+    if device.type == "cuda":
+        return copy_ahead(batches, device)
+    return ((batch, batch.to(device), where) for batch, where in batches)
 
 
 def copy_ahead(batches: Iterator[tuple[Staged, Where]], device: torch.device) -> Iterator[tuple[Staged, Batch, Where]]:
