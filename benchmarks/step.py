@@ -1,7 +1,7 @@
 """How long does one training step of M1, M2 and M3 take, against the same model over FBGEMM and in plain PyTorch?
 
 A step is look-up, forward, loss, backward, Adagrad for the dense part and row-wise Adagrad for the rows. Rows are 64 wide, bags
-have the recipe's mean number of ids, ids are drawn as `rows * u**3` with u even; all contenders train on the same batches and
+have the recipe's mean number of ids and are summed, ids are drawn as `rows * u**3` with u even; all contenders train on the same batches and
 take turns. Ours is the Stepper of `rowstead train`. The peers have MLPs of the same widths and the interaction of TorchRec's
 DLRM (concatenate, multiply, index the pairs), and torch.optim.Adagrad as it comes: "fbgemm" over FBGEMM's tables with exact
 row-wise Adagrad, "torch" over one nn.EmbeddingBag a table with sparse gradients and SGD.
@@ -74,7 +74,7 @@ class Model:
     def spec(self, precision: Precision = "fp32") -> RunSpec:
         """The run that `rowstead train` would make of it."""
         spec, shape = read_shape(self.recipe), self.shape
-        sparse = dataclasses.replace(spec.features.sparse[0], repeat=shape.num_tables, num_rows=shape.num_rows)
+        sparse = dataclasses.replace(spec.features.sparse[0], repeat=shape.num_tables, num_rows=shape.num_rows, pooling="sum")
         optimizer = SparseOptimizerSpec(kind="rowwise_adagrad", lr=0.01)
         return dataclasses.replace(
             spec,

@@ -325,6 +325,8 @@ class _LayoutTensors:
         limits = numbers([layout.tables[table].num_rows for table in layout.table_of], torch.int64)
         columns = numbers(layout.columns)
         self.pooling = (table_of, widths, columns, numbers([int(mean) for mean in layout.is_mean]), limits)
+        self.is_mean = torch.tensor(layout.is_mean, device=device).unsqueeze(1)
+        """[F, 1]."""
         feature_base = numbers([bases[table] for table in layout.table_of], torch.int64)  # the key of row 0 of its table
         self.naming = (feature_base, limits)
         self.update = (widths, numbers(bases, torch.int64), table_of, columns)
@@ -371,11 +373,11 @@ def _bag_scales(grad: Tensor, offsets: Tensor, layout: Layout, clip: float | Non
         return None
     dtype = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
     lengths = offsets.diff().view(layout.num_features, -1).clamp(min=1).to(dtype)
-    scales = torch.ones_like(lengths)
-    for feature in range(layout.num_features):
-        if layout.is_mean[feature]:
-            scales[feature] /= lengths[feature]
-        if clip is not None:
-            norm = grad[:, layout.columns[feature] : layout.columns[feature + 1]].norm(dim=1, dtype=dtype)
-            scales[feature] *= clip / norm.clamp(min=clip)
+    scales = lengths.reciprocal() if all(layout.is_mean) else torch.ones_like(lengths)
+    if any(layout.is_mean) and not all(layout.is_mean):
+        is_mean = _layout_tensors(layout, grad.device).is_mean
+        scales = torch.where(is_mean, lengths.reciprocal(), scales)
+    for feature in range(layout.num_features) if clip is not None else ():
+        norm = grad[:, layout.columns[feature] : layout.columns[feature + 1]].norm(dim=1, dtype=dtype)
+        scales[feature] *= clip / norm.clamp(min=clip)
     return scales.view(-1)
