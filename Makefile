@@ -10,7 +10,7 @@ PEERS := fbgemm-gpu-cpu torchrec
 PEERS_NEED := tensordict torchmetrics tqdm pyre-extensions
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-slow test-statistical check format peers browser docs paper clean help
+.PHONY: quickstart test test-slow newcomer test-statistical check format peers browser docs paper clean help
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,13 @@ test: $(DEV_STAMP) check ## Lint, types, layers and the quick tests
 
 test-slow: $(DEV_STAMP) browser ## The tests that take longer: faults, quality, whole commands
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not statistical" --durations 12
+
+newcomer: ## In a fresh environment with the wheel: CSV to recipe, model, predictions and report
+	rm -rf build/newcomer && mkdir -p build/newcomer/work
+	$(PYTHON) -m venv build/newcomer/venv
+	build/newcomer/venv/bin/pip wheel --quiet --no-deps --wheel-dir build/newcomer .
+	build/newcomer/venv/bin/pip install --quiet -c constraints.txt build/newcomer/*.whl pandas
+	cd build/newcomer/work && ../venv/bin/python ../../../tests/newcomer.py
 
 test-statistical: $(DEV_STAMP) ## Claims about random runs, each by a fixed protocol (a quarter of an hour); not part of the gate
 	$(BIN)/python -m pytest -m statistical --durations 5

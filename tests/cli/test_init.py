@@ -20,54 +20,7 @@ from rowstead.spec.errors import DataError
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.run import RunSpec, load_recipe
 from tests.cli.commands import Command, assert_refused
-
-NUM_USERS, NUM_ITEMS = 400, 300
-HAND_WRITTEN = """
-name: hand
-data:
-  csv: {train: clicks.csv, label: clicked, split: {by: time, column: at}}
-features:
-  dense:
-    - {name: price, log: true, missing: mean, standardise: true}
-    - {name: age, missing: mean, standardise: true}
-    - {name: member}
-  sparse:
-    - {name: user, num_rows: 4000}
-    - {name: item, num_rows: 3000}
-    - {name: city, num_rows: 100}
-    - {name: hour, column: at, part: hour, num_rows: 24, hash: none}
-model: {width: 16, bottom: [64], top: [64, 32]}
-train:
-  batch_size: 64
-  sparse_optimizer: {kind: rowwise_adagrad, lr: 0.1, eps: 0.01}
-  dense_optimizer: {kind: adam, lr: 0.002}
-  schedule: {decay: linear}
-"""
-
-
-def clicks(num_rows: int) -> pd.DataFrame:
-    """A log as pandas has it: integers with nulls are floats, times are in order."""
-    rng = np.random.default_rng(5)
-    user, item = rng.integers(0, NUM_USERS, num_rows), rng.zipf(1.4, num_rows) % NUM_ITEMS
-    at = pd.Timestamp("2026-10-01") + pd.to_timedelta(np.sort(rng.integers(0, 30 * 86_400, num_rows)), unit="s")
-    price, member = np.exp(rng.normal(3, 2, num_rows)), rng.random(num_rows) < 0.4
-    logit = rng.normal(0, 1, NUM_USERS)[user] + rng.normal(0, 1, NUM_ITEMS)[item] + 0.5 * member + 0.3 * np.log(price) - 2.2
-    clicked = (rng.random(num_rows) < 1 / (1 + np.exp(-logit))).astype(int)
-    table = {
-        "event_id": np.arange(num_rows) + 10**9,
-        "at": at,
-        "user": np.where(rng.random(num_rows) < 0.03, np.nan, user),
-        "item": item,
-        "city": np.where(rng.random(num_rows) < 0.05, None, np.array(["Rome", "Oslo", "Lima"])[rng.integers(0, 3, num_rows)]),
-        "price": np.where(rng.random(num_rows) < 0.1, np.nan, price),
-        "age": np.where(rng.random(num_rows) < 0.1, np.nan, rng.integers(18, 80, num_rows)),
-        "member": member,
-        "country": "IT",
-        "clicked": clicked,
-        "click_time": np.where(clicked == 1, at.astype("datetime64[s]").astype(str), None),
-        "dwell": clicked * rng.random(num_rows),
-    }
-    return pd.DataFrame(table)
+from tests.newcomer import COMMANDS, check_results, clicks
 
 
 def test_a_recipe_has_types_sizes_transforms_and_a_split_and_says_what_it_left_out(rowstead: Command) -> None:
@@ -196,22 +149,7 @@ def test_unscaled_input_is_warned_of_by_name(rowstead: Command) -> None:
 @pytest.mark.slow
 def test_a_newcomer_gets_a_good_model_without_an_edit(rowstead: Command) -> None:
     clicks(16_000).to_csv("clicks.csv", index=False)
-    for arguments in (
-        ("init", "clicks.csv", "--label", "clicked"),
-        ("train", "recipe.yaml"),
-        ("predict", "last", "--out", "predictions.parquet", "--keep", "event_id"),
-        ("report", "runs", "--out", "report.html"),
-    ):
+    for arguments in COMMANDS:
         done = rowstead(*arguments)
         assert done.code == 0, done.text
-    predictions = pd.read_parquet("predictions.parquet")
-    log = pd.read_csv("clicks.csv").set_index("event_id")
-    assert len(predictions) == pytest.approx(1600, rel=0.05)
-    assert (log.loc[predictions.event_id, "clicked"].to_numpy() == predictions.label.to_numpy()).all()
-    assert Path("report.html").stat().st_size > 1000
-    Path("hand.yaml").write_text(HAND_WRITTEN)
-    ours, by_hand = (run.train(recipe).quality for recipe in ("recipe.yaml", "hand.yaml"))
-    assert ours is not None
-    assert by_hand is not None
-    assert ours.ne < 1.01 * by_hand.ne
-    assert ours.ne < 0.95
+    check_results(16_000)

@@ -128,14 +128,12 @@ class CsvIndex:
         """Where in the temporary file each group of a compressed file is: offset and bytes."""
         self.header = b""
         """The first row, if it is a header."""
-        options: dict[str, Any] = {
-            "separator": separator,
-            "quotes": quotes,
-            "has_header": has_header,
-            "keep": codec is not None,
-        }
+        blocks = _read_text(file, codec, self.fingerprint.size)
+        groups = find_groups(
+            file.path, blocks, separator=separator, quotes=quotes, has_header=has_header, keep=codec is not None
+        )
         try:
-            for group in find_groups(file.path, _read_text(file, codec, self.fingerprint.size), **options):
+            for group in groups:
                 if has_header and not self.header:
                     self.header = group.text
                 else:
@@ -279,9 +277,11 @@ def open_index(file: LogFile, spec: CsvSpec, separator: str) -> CsvIndex:
 def split_row(row: bytes, separator: str, *, quotes: bool) -> list[str]:
     """The cells of one row."""
     text = row.decode("utf-8").strip("\r\n")
-    csv.field_size_limit(MAX_ROW_BYTES)
-    reader = csv.reader([text], delimiter=separator, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
-    return next(reader, [])
+    reader = csv.reader([text], delimiter=separator) if quotes else iter([text.split(separator)])
+    try:
+        return next(reader, [])
+    except csv.Error as error:  # a cell that is very long, for example
+        raise ValueError(str(error)) from None
 
 
 @numba.njit(nogil=True, cache=True, boundscheck=False)

@@ -132,8 +132,17 @@ class _Sample:
         beginning, is_beginning = read_beginning(file, SAMPLE_BYTES)
         first = re.split(rb"[\r\n]", beginning.lstrip(b"\r\n"), maxsplit=1)[0]
         separator = spec.separator or max(SEPARATORS, key=lambda one: first.count(one.encode()))
-        options: dict[str, Any] = {"separator": separator, "quotes": spec.quotes, "has_header": not spec.columns}
-        groups = list(find_groups(file.path, [beginning], **options, keep=True, is_beginning=is_beginning))
+        groups = list(
+            find_groups(
+                file.path,
+                [beginning],
+                separator=separator,
+                quotes=spec.quotes,
+                has_header=not spec.columns,
+                keep=True,
+                is_beginning=is_beginning,
+            )
+        )
         header = groups.pop(0).text if groups and not spec.columns else b""
         self.form = make_format(spec, file, header, separator)
         names = self.form.names
