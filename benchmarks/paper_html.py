@@ -84,7 +84,7 @@ def page(contents: Contents) -> str:
         Section(
             key="about",
             title="In short",
-            blocks=[_count(found), table_html(_summary(found)), table_html(_misses(found))],
+            blocks=[_count(found), _verdicts(found), table_html(_summary(found)), table_html(_misses(found))],
             words=ABOUT,
         )
     ]
@@ -115,9 +115,20 @@ def _where(contents: Contents) -> str:
     return " · nothing was measured yet"
 
 
+def _verdicts(found: Sequence[Item]) -> str:
+    """A badge for each figure of the study: whether ours agree. It is in sight on a phone, where the table is not."""
+    colors = {"yes": "good", "no": "bad"}
+    made = "".join(
+        f'<a class="card" href="#{item.key}"><span class="what">{html.escape(item.title)}</span><br>'
+        f'<strong style="color:var(--{colors.get(item.verdict, "text")})">{html.escape(item.verdict)}</strong></a>'
+        for item in found
+    )
+    return f'<h3>Does it agree?</h3><div class="cards">{made}</div>'
+
+
 def _summary(found: Sequence[Item]) -> TextTable:
-    rows = tuple((item.title, item.measured_words, item.predicted_words, item.verdict) for item in found)
-    return TextTable("The study's figures", ("of the study", "measured here", "predicted", "agrees"), rows)
+    rows = tuple((item.title, item.verdict, item.measured_words, item.predicted_words) for item in found)
+    return TextTable("The study's figures", ("of the study", "agrees", "measured here", "predicted"), rows)
 
 
 def _count(found: Sequence[Item]) -> str:

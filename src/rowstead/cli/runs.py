@@ -35,6 +35,8 @@ FIGURES = ("samples_per_s", "ne", "ne_expected")
 """Default columns of a list."""
 MAX_WIDTH = 48
 """Characters of a cell in a list; longer text is cut."""
+MAX_FAILURE = 160
+"""Characters of the reason of a failure."""
 MAX_NAMES = 8
 """Unfinished runs that a note names."""
 
@@ -154,7 +156,16 @@ def _kind(entry: StoreEntry) -> str:
 
 
 def _print_table(console: Console, headings: list[str], rows: list[list[str]]) -> None:
-    print_wide(console, build_table(headings, [[cut(cell, MAX_WIDTH) for cell in row] for row in rows]))
+    print_wide(
+        console,
+        build_table(
+            headings,
+            [
+                [cut(cell, MAX_FAILURE if name == "failed" else MAX_WIDTH) for name, cell in zip(headings, row, strict=True)]
+                for row in rows
+            ],
+        ),
+    )
 
 
 def _shown(value: Any) -> str:
