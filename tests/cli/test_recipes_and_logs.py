@@ -162,9 +162,9 @@ def test_describe_names_a_file_that_is_no_parquet(rowstead: Command) -> None:
 
 def test_a_log_is_packed_once_and_trained_on(rowstead: Command) -> None:
     done = rowstead("data", "pack", recipe(), "--out", "packed")
-    assert done.exit_code == 0, done.output
-    assert "6,400 rows" in done.output
+    assert done.code == 0, done.text
+    assert "6,400 rows" in done.text
     assert_refused(rowstead("data", "pack", recipe(), "--out", "packed"), "packed is a packed log already")
     trained = rowstead("train", recipe(), "--set", "data.cache=packed", "--set", "train.max_steps=2")
-    assert trained.exit_code == 0, trained.output
-    assert "packing the log" not in trained.output
+    assert trained.code == 0, trained.text
+    assert "packing the log" not in trained.text

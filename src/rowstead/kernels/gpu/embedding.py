@@ -377,7 +377,8 @@ def _bag_scales(grad: Tensor, offsets: Tensor, layout: Layout, clip: float | Non
     if any(layout.is_mean) and not all(layout.is_mean):
         is_mean = _layout_tensors(layout, grad.device).is_mean
         scales = torch.where(is_mean, lengths.reciprocal(), scales)
-    for feature in range(layout.num_features) if clip is not None else ():
-        norm = grad[:, layout.columns[feature] : layout.columns[feature + 1]].norm(dim=1, dtype=dtype)
-        scales[feature] *= clip / norm.clamp(min=clip)
+    if clip is not None:
+        for feature in range(layout.num_features):
+            norm = grad[:, layout.columns[feature] : layout.columns[feature + 1]].norm(dim=1, dtype=dtype)
+            scales[feature] *= clip / norm.clamp(min=clip)
     return scales.view(-1)
