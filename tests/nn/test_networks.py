@@ -220,7 +220,7 @@ def test_in_bf16_on_a_gpu_it_learns_nearly_as_well_as_in_fp32_on_a_cpu(name: str
     for device, precision in (("cuda", "bf16"), ("cpu", "fp32")):
         spec = spec_of(name, None, f"device={device}", f"train.precision={precision}", "train.epochs=2")
         found[device] = figures_of(train(spec, out=tmp_path / device))["log_loss"]
-    assert found["cuda"] == pytest.approx(found["cpu"], rel=0.01)
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=0.02)
 
 
 @pytest.mark.parametrize(
