@@ -146,7 +146,10 @@ class ColumnPieces(Pieces):
     def _direction(self, state: dict[str, Tensor], distinct: Tensor, grad: Tensor, mean: Tensor, step: int) -> Tensor:
         """What gradient descent subtracts, [U, D of the slice], of gradients whose squares have the mean [U, 1] over whole rows."""
         rule = self._optimizer
-        if "sum" in state:
+        assert rule.kind in ("rowwise_adagrad", "rowwise_adam"), (
+            "every row optimizer whose columns depend on each other has a rule"
+        )
+        if rule.kind == "rowwise_adagrad":
             total = state["sum"][distinct] + mean
             state["sum"][distinct] = total
             return grad / (total.sqrt() + rule.eps)
