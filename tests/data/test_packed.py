@@ -30,9 +30,10 @@ from rowstead.kernels.layout import layout_of
 from rowstead.run import train
 from rowstead.spec.data import SynthSpec
 from rowstead.spec.errors import DataError
+from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec
 from tests.data.source_contract import NUM_SAMPLES, SourceContract, assert_same
-from tests.small_runs import RecordingCallback, parquet_spec, small_spec, tensors_in
+from tests.small_runs import RecordingCallback, parquet_spec, small_plain, small_spec, tensors_in
 
 LOG = SynthSpec(
     num_train_samples=NUM_SAMPLES, num_eval_samples=50, num_dense=4, num_sparse=3, num_ids=50, lengths="poisson", mean_ids=1.5
@@ -206,6 +207,18 @@ def test_what_does_not_change_the_rows_does_not_matter(tmp_path: Path) -> None:
     changes = ("data.parquet.shuffle_rows=7", "data.parquet.decode_threads=3", "seed=5", "train.batch_size=3", "model.width=4")
     moved = parquet_spec(tmp_path / "moved", *changes)
     assert_equal_bits(packed(moved, tmp_path / "pack").train, open_sources(moved).train, batch_size=64)
+
+
+def test_a_log_in_csv_is_packed_too(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    lines = [f"{random.random():.3f},{random.integers(50)},{random.integers(2)}" for _ in range(90)]
+    (tmp_path / "log.csv").write_text("\n".join(["dense_0,sparse_0,label", *lines]) + "\n")
+    log = {"csv": {"train": [f"{tmp_path}/log.csv"], "shuffle_rows": 20}}
+    features = {"dense": [{"name": "dense_0"}], "sparse": [{"name": "sparse_0", "num_rows": 50}]}
+    spec = parse(RunSpec, {**small_plain(), "data": log, "features": features})
+    ours, theirs = packed(spec, tmp_path / "pack"), open_sources(spec)
+    assert_equal_bits(ours.train, theirs.train, batch_size=16, epoch=1)
+    assert_equal_bits(ours.eval, theirs.eval, batch_size=16)
 
 
 def test_a_pack_of_other_files_is_refused(tmp_path: Path) -> None:

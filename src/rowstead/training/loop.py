@@ -153,13 +153,13 @@ class Loop:
                 position.epoch, position.cursor = self.spec.train.epochs, None
         if position.step == 0 and ending == "finished":
             raise DataError("there is nothing to train on: every row of the training split is bad and was skipped")
+        self._end_profile()
         quality = test = None
         if ending == "interrupted":
             self.save()
         else:
             quality = self._finish(ending)
             test = self._evaluate_on_test()
-        self._end_profile()
         self.reporter.write("features", position.step, self._mean_ids.figures())
         reading = self._report_reader()
         return TrainOutcome(
