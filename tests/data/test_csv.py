@@ -8,6 +8,7 @@ import gzip
 import io
 import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,18 +19,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rowstead import run
 from rowstead.data import csv_index
 from rowstead.data.csv_cells import CsvFormat, convert_cells, guess_type, read_rows, type_name
 from rowstead.data.csv_index import find_groups
 from rowstead.data.encode import Encoder
 from rowstead.data.file_log import open_file_log
 from rowstead.data.file_source import FileSource
+from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
 from rowstead.data.transforms import DenseTransforms
+from rowstead.serve.predict import predict
 from rowstead.spec.data import CsvSpec, FileLogSpec, ParquetSpec
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, tables_of
-from tests.data.source_contract import NUM_SAMPLES, SourceContract
+from rowstead.spec.parse import parse
+from rowstead.spec.run import RunSpec
+from rowstead.training.trained import evaluate
+from tests.data.source_contract import NUM_SAMPLES, SourceContract, assert_same
 
 FEATURES = FeaturesSpec(
     dense=(
@@ -358,3 +365,34 @@ def test_pyarrow_reads_what_the_reference_writes() -> None:
     found = pa_csv.read_csv(pa.BufferReader(text_of(table)), parse_options=pa_csv.ParseOptions(newlines_in_values=True))
     assert found.column("label").to_pylist() == table.column("label").to_pylist()
     assert found.column("city").to_pylist() == [city or "" for city in table.column("city").to_pylist()]
+
+
+def test_a_run_on_parquet_scores_text_and_a_run_on_text_is_packed(tmp_path: Path) -> None:
+    """Every way that data come in takes either kind."""
+    table = log_of(400).select(["price", "age", "user", "city", "when", "label"])
+    pq.write_table(table, tmp_path / "log.parquet")
+    written(tmp_path, text_of(table))
+    plain: dict[str, Any] = {
+        "name": "x",
+        "data": {"parquet": {"train": str(tmp_path / "log.parquet")}},
+        "features": {
+            "dense": [{"name": "price", "missing": 0, "standardise": True}],
+            "sparse": [{"name": "user", "num_rows": 99}, {"name": "city", "num_rows": 9}, {"name": "age", "num_rows": 99}],
+        },
+        "model": {"width": 4, "bottom": [4], "top": [4]},
+        "train": {"batch_size": 64},
+        "threads": 1,
+    }
+    done = run.train(parse(RunSpec, plain), out=tmp_path / "run")
+    expected = evaluate(str(done.folder), data=str(tmp_path / "log.parquet"))
+    assert evaluate(str(done.folder), data=str(tmp_path / "log.csv")) == expected
+    for name in ("log.parquet", "log.csv"):
+        out = tmp_path / f"{name}.p.parquet"
+        predict(str(done.folder), out, data=str(tmp_path / name), keep=["city", "when"])
+    assert pq.read_table(tmp_path / "log.csv.p.parquet").equals(pq.read_table(tmp_path / "log.parquet.p.parquet"))
+    plain["data"] = {"csv": {"train": str(tmp_path / "log.csv")}}
+    direct = open_sources(parse(RunSpec, plain)).train.batches(64)
+    plain["data"]["cache"] = str(tmp_path / "packed")
+    assert_same(open_sources(parse(RunSpec, plain)).train.batches(64), direct)
+    again = run.train(parse(RunSpec, plain), out=tmp_path / "again")
+    assert again.quality == done.quality
