@@ -153,6 +153,7 @@ class ColumnPieces(Pieces):
             total = state["sum"][distinct] + mean
             state["sum"][distinct] = total
             return grad / (total.sqrt() + rule.eps)
+        assert set(state) == {"moment1", "moment2"}, "every row optimizer whose columns depend on each other has a rule"
         moment1 = torch.lerp(state["moment1"][distinct], grad, 1 - rule.beta1)
         moment2 = torch.lerp(state["moment2"][distinct], mean, 1 - rule.beta2)
         state["moment1"][distinct], state["moment2"][distinct] = moment1, moment2

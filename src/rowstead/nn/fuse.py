@@ -103,5 +103,5 @@ def _spec_of(optimizer: type[torch.optim.Optimizer], given: dict[str, Any]) -> S
         fields |= {"beta1": known["betas"][0], "beta2": known["betas"][1]}
     if known.get("momentum"):
         fields["momentum"] = known["momentum"]
-        kind = "momentum"
+        (kind,) = [entry.name for entry in ROW_OPTIMIZERS.values() if "momentum" in entry.hyper_parameters]
     return SparseOptimizerSpec(kind=kind, **fields)
