@@ -288,7 +288,7 @@ def test_a_link_passes_bytes_and_can_be_slow_or_cut(sockets: Path) -> None:
         wait_until(lambda: path.with_name("sparse-0-0~").exists() and path.exists(), what="the relay")
         with connect(path) as connection:
             exchange(connection, bytes(range(256)) * 1000)
-            assert links.num_bytes == 2 * 256_000
+            wait_until(lambda: links.num_bytes == 2 * 256_000, what="the relay's count")
             links.slow_down("sparse-0", 60.0)
             assert exchange(connection, b"x") > 0.05
             links.cut("sparse-0", 0.3)

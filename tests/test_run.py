@@ -124,11 +124,13 @@ def test_the_event_file_tells_the_history_of_a_run(tmp_path: Path) -> None:
         ("train", 20),
         ("checkpoint", 20),
         ("checkpoint", 25),
+        ("features", 25),
         ("resumed", 25),
         ("train", 30),
         ("checkpoint", 30),
         ("evaluation", 30),
         ("calibration", 30),
+        ("features", 30),
     ]
     assert {"loss", "ne", "samples_per_s", "waiting_share", "num_samples"} <= events[0].keys()
     assert {"ne", "auc", "log_loss", "calibration", "mse", "ne_best", "ne_expected"} <= events[1].keys()

@@ -35,5 +35,5 @@ def test_without_kaleido_the_error_says_what_to_install(tmp_path: Path, monkeypa
     from rowstead.spec.errors import RowsteadError
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RowsteadError, match=r"rowstead\[pictures\]"):
+    with pytest.raises(RowsteadError, match=r"pip install .*\[pictures\]"):
         write_pictures([FIGURE], tmp_path)
