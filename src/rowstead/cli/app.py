@@ -66,6 +66,7 @@ Data = Annotated[
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(help="A recipe file, or the name of a shipped one. [default: quickstart]")
     ] = None,
@@ -134,12 +135,7 @@ def train(
         )
         return
     if processes > 1:
-        options = [("--resume", resume), ("--init-from", init_from), ("--out", out), ("--runs", runs)]
-        given = [str(word) for pair in options if pair[1] is not None for word in pair]
-        changes = [word for change in set_ for word in ("--set", change)]
-        named = [recipe] if recipe is not None else []
-        flags = [("--profile", profile), ("--accept-changed-log", accept_changed_log)]
-        _launch(["train", *named, *changes, *given, *(flag for flag, is_given in flags if is_given)], processes)
+        _launch(["train", *_given_words(context, without="processes")], processes)
 
     console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
     with loading(console, "PyTorch"):
@@ -239,6 +235,19 @@ def recipes(
         typer.echo(find_recipe(name).read_text(encoding="utf-8", errors="replace"), nl=False)
         return
     print_shipped(RECIPES, recipe_names())
+
+
+def _given_words(context: typer.Context, *, without: str) -> list[str]:
+    """The words of the command line that give a command what `context` has, but for one parameter."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name == without or not value:
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            option = parameter.opts[:1] if parameter.param_type_name == "option" else []
+            words += [*option, *([] if each is True else [str(each)])]
+    return words
 
 
 def _launch(arguments: list[str], processes: int) -> NoReturn:
