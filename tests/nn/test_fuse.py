@@ -17,7 +17,7 @@ def test_an_optimizer_that_cannot_be_fused_is_named() -> None:
     fuse = rowstead.fuse_embedding_optimizer
     for optimizer, kwargs, says in (
         (torch.optim.LBFGS, {}, "cannot fuse LBFGS: use one of sgd"),
-        (torch.optim.SGD, {"weight_decay": 0.1}, "weight_decay=0.1: a fused SGD has lr, eps, betas and momentum alone"),
+        (torch.optim.SGD, {"weight_decay": 0.1}, "weight_decay=0.1: a fused SGD has only lr, momentum"),
         (torch.optim.SGD, {"larning_rate": 0.1}, "SGD has no argument `larning_rate`"),
         ("sgd", {"lr": 0.1}, "optimizer_kwargs are those of a class"),
         ("sdg", {}, "optimizer='sdg'"),

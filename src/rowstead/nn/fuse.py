@@ -92,16 +92,18 @@ def _spec_of(optimizer: type[torch.optim.Optimizer], given: dict[str, Any]) -> S
     unknown = next((name for name in given if name not in parameters), None)
     if unknown is not None:
         raise RowsteadError(f"{optimizer.__name__} has no argument `{unknown}`")
-    known = {
-        name: given.pop(name, parameters[name].default) for name in ("lr", "eps", "betas", "momentum") if name in parameters
-    }
-    asked = next((name for name, value in given.items() if value), None)
-    if asked is not None:
-        raise RowsteadError(f"{asked}={given[asked]}: a fused {optimizer.__name__} has lr, eps, betas and momentum alone")
-    fields: dict[str, Any] = {name: float(known[name]) for name in ("lr", "eps") if name in known}
-    if "betas" in known:
-        fields |= {"beta1": known["betas"][0], "beta2": known["betas"][1]}
-    if known.get("momentum"):
-        fields["momentum"] = known["momentum"]
-        (kind,) = [entry.name for entry in ROW_OPTIMIZERS.values() if "momentum" in entry.hyper_parameters]
-    return SparseOptimizerSpec(kind=kind, **fields)
+    candidates = [ROW_OPTIMIZERS[kind], *(entry for entry in ROW_OPTIMIZERS.values() if entry.extends == kind)]
+    fields: dict[str, Any] = {}
+    for name in ("lr", *(name for entry in candidates for name in entry.hyper_parameters)):
+        argument, index = ("betas", int(name[-1]) - 1) if name in ("beta1", "beta2") else (name, None)
+        if argument in parameters:
+            value = given.get(argument, parameters[argument].default)
+            fields[name] = float(value if index is None else value[index])
+    taken = {"betas" if name in ("beta1", "beta2") else name for name in fields}
+    ignored = next((name for name, value in given.items() if value and name not in taken), None)
+    if ignored is not None:
+        raise RowsteadError(f"{ignored}={given[ignored]}: a fused {optimizer.__name__} has only {', '.join(sorted(taken))}")
+    entry = next((one for one in candidates[1:] if all(fields.get(name) for name in one.hyper_parameters)), candidates[0])
+    return SparseOptimizerSpec(
+        kind=entry.name, **{name: fields[name] for name in ("lr", *entry.hyper_parameters) if name in fields}
+    )

@@ -83,6 +83,8 @@ class RowOptimizer:
     in FP32, 1 - 0.999 would be off by 1e-5."""
     lr: float = 0.05
     """The default learning rate."""
+    extends: RowOptimizerName | None = None
+    """The optimizer that torch.optim has one class with, for both: this one is meant if its own hyper-parameters are given and not 0."""
     has_memory: bool = False
     """Whether a row that is read changes even if its gradient is zero, because of earlier ones."""
     couples_columns: bool = False
@@ -155,6 +157,7 @@ ROW_OPTIMIZERS: dict[RowOptimizerName, RowOptimizer] = {
             state=(StateTensor("velocity"),),
             hyper_parameters=("momentum",),
             scalars=lambda spec, step: (spec.momentum,),
+            extends="sgd",
             has_memory=True,
         ),
         RowOptimizer(
