@@ -17,13 +17,12 @@ import pytest
 
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import RunStore, StoreEntry
-from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.yaml_text import read_text
-from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui
+from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui, is_loopback
 from rowstead.ui.worker import Workers
 
 OURS = {"Content-Type": "application/json", "X-Rowstead": "1"}

@@ -1,12 +1,18 @@
-"""What a run says at its end about how it went, each in one sentence with what to do."""
+"""What a run says of its input at its start and of how it went at its end, each in one sentence with what to do."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
 
 from rowstead.spec.train import TrainSpec
 from rowstead.training.metrics import Quality
 
 FAR_BELOW = 0.85
 """Training NE over the evaluation's from which on the model has learned its examples by heart."""
+LARGE = 1000.0
+"""A root mean square above this, after a feature's transforms, is warned of; standardised features have 1."""
 
 
 def closing_advice(spec: TrainSpec, num_steps: int, quality: Quality | None, train_ne: float | None = None) -> list[str]:
@@ -32,3 +38,19 @@ def closing_advice(spec: TrainSpec, num_steps: int, quality: Quality | None, tra
             f"Set {remedy}train.sparse_optimizer.l2 or model.top_dropout, or train fewer epochs"
         )
     return said
+
+
+def scale_warning(dense: torch.Tensor, names: Sequence[str]) -> str | None:
+    """A sentence about the features of dense [B, Fd] whose values are too large; None if none are."""
+    if not dense.numel():
+        return None
+    sizes = dense.double().square().mean(dim=0).sqrt().tolist()
+    large = sorted(((size, name) for size, name in zip(sizes, names, strict=True) if not size <= LARGE), reverse=True)
+    if not large:
+        return None
+    size, name = large[0]
+    more = f" (and of {len(large) - 1} more dense features)" if len(large) > 1 else ""
+    return (
+        f"values of dense feature `{name}` are around {size:.2g}{more}, so that training may diverge: set `standardise: true`, with "
+        "`log: true` for a long tail, or list it under features.sparse if it contains ids"
+    )

@@ -26,10 +26,10 @@ from rowstead.spec.heads import HEADS
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
+from rowstead.training.advice import scale_warning
 from rowstead.training.checkpoint_increment import CheckpointChanges, Increment
 from rowstead.training.checkpoint_writer import CheckpointWriter
 from rowstead.training.evaluate import evaluate
-from rowstead.training.input_scale import scale_warning
 from rowstead.training.metrics import Quality
 from rowstead.training.prefetch import move_batches, read_epochs, time_waiting
 from rowstead.training.profile import Profiler

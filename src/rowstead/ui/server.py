@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.server
+import ipaddress
 import json
 import secrets
 import socket
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from rowstead.spec.address import is_loopback
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.parse import to_plain
@@ -58,6 +58,16 @@ COOKIE = "rowstead-token"
 """Prefix of the cookie's name; the port follows, since browsers send cookies to all ports of a host."""
 ASKED = "X-Rowstead"
 """Header of every POST request; pages of other sites cannot send it without CORS permission, which is never given."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,16 +275,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if refusal is not None:
             self._refuse(403, refusal)
             return
-        asked = self._body()
-        workers, base = self.ui.workers, asked.get("base")
+        request = self._body()
+        workers, base = self.ui.workers, request.get("base")
         if path == "/api/plan":
-            with contextlib.closing(workers.run("plan", scenario=asked.get("scenario"), base=base)) as lines:
+            with contextlib.closing(workers.run("plan", scenario=request.get("scenario"), base=base)) as lines:
                 self._stream(lines)
         elif path == "/api/save":
-            self._json(*workers.run("save", scenario=asked.get("scenario"), base=base))
+            self._json(*workers.run("save", scenario=request.get("scenario"), base=base))
         elif path == "/api/recipe":
-            folder = str(self.browser.run(name).path) if isinstance(name := asked.get("run"), str) else None
-            self._json(*workers.run("recipe", name=asked.get("name"), folder=folder, text=asked.get("text")))
+            folder = str(self.browser.run(name).path) if isinstance(name := request.get("run"), str) else None
+            self._json(*workers.run("recipe", name=request.get("name"), folder=folder, text=request.get("text")))
         else:
             self._refuse(404, "not found")
 
@@ -285,12 +295,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             raise RowsteadError(f"a request needs a Content-Length of at most {MAX_BODY_BYTES:,} bytes")
         try:
-            asked = json.loads(self.rfile.read(int(length)))
+            request = json.loads(self.rfile.read(int(length)))
         except ValueError:
             raise RowsteadError("the request is not JSON") from None
-        if not isinstance(asked, dict):
+        if not isinstance(request, dict):
             raise RowsteadError("the request is not a JSON object")
-        return asked
+        return request
 
     def _stream(self, lines: Iterator[dict[str, Any]]) -> None:
         """Stream JSON lines as they are computed; an error becomes the last line."""
