@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ from rowstead.training.checkpoint import checkpoints_in
 from tests.small_runs import RecordingCallback, assert_same_weights, recipe, small_spec, wait_until
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def no_nohup() -> Iterator[None]:
+    """Tests that run under nohup ignore SIGHUP, and so would their runs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
