@@ -63,7 +63,7 @@ NUM_MODELS, NUM_QUICK = 40, 6
 NUM_FLEETS, NUM_QUICK_FLEETS = 6, 1
 """Of the models, on a CPU."""
 FLEET_PASSES, FLEET_S = 2, 3.0
-NUM_NETWORKS, NUM_QUICK_NETWORKS = 7, 2
+NUM_NETWORKS, NUM_QUICK_NETWORKS = len(NETWORKS) - 1, 2
 """Beside the models, which are DLRMs: each other built-in network once."""
 LARGEST = {"cpu": {"bytes": 8e8, "ids": 6e5}, "cuda": {"bytes": 2e10, "ids": 1.2e7}}
 BATCHES = {"cpu": (7, 11), "cuda": (9, 14)}
@@ -325,7 +325,9 @@ def main() -> None:
     shapes += network_shapes(options.device, min(count, NUM_QUICK_NETWORKS if options.quick else NUM_NETWORKS), options.seed)
     fleets = random_fleets(num_fleets, options.seed)
     timings = machine.software.cpu_timings if machine.software is not None else None
-    pace = MachineSpeed(timings.pace_s) if options.device == "cpu" and timings is not None and timings.pace_s else None
+    pace = (
+        MachineSpeed(timings.reference_s) if options.device == "cpu" and timings is not None and timings.reference_s else None
+    )
     found: list[list[Measured]] = [[] for _ in shapes]
     for number in range(num_passes):
         for place, shape in enumerate(shapes):

@@ -38,7 +38,7 @@ def timings(*, has_plan: bool = False) -> Timings:
         update_call_s=3e-5,
         plan=curve(1e-9, "ids") if has_plan else None,
         plan_factor=0.5 if has_plan else 0.0,
-        place_id_s=1e-8,
+        cache_id_s=1e-8,
         move_row=curve(1e-8, "record_bytes"),
         dense=InStep(fixed_s=2e-4),
     )

@@ -17,7 +17,7 @@ MAX_LINES = 420
 WANTED = {
     "row optimizer": 5,
     "interaction": 3,
-    "built-in network": 3,
+    "built-in network": 4,
     "network of one's own": 0,
     "task head": 4,
     "data source": 3,

@@ -313,7 +313,7 @@ def test_two_machines_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_json_says_what_was_asked_and_whether_it_is_reached() -> None:
     done = CliRunner().invoke(app, ["plan", "m1", "--on", "cpu-2s,laptop", "--samples-per-s", "1e6", "--json"])
     found = json.loads(done.stdout)
-    assert found["asked"] == {"prefer": "efficiency", "samples_per_s": 1e6}
+    assert found["options"] == {"prefer": "efficiency", "samples_per_s": 1e6}
     enough = {one["machine"]: one["is_enough"] for one in found["machines"] if one["fits"]}
     assert enough["cpu-2s"] is True
     assert all(one["software"] == "rowstead" for one in found["machines"] if one["fits"])

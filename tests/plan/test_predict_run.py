@@ -152,7 +152,7 @@ def test_rows_that_are_moved_by_the_same_cores_slow_a_step_down_and_are_slowed_d
     assert known is not None
     per_row_s = 1e-4 if waits else 1e-7
     timings = dataclasses.replace(
-        known, move_row=curve(per_row_s / 68, "record_bytes"), move_read_s=per_row_s, move_share=share, place_batch_s=1e-3
+        known, move_row=curve(per_row_s / 68, "record_bytes"), move_read_s=per_row_s, move_share=share, cache_batch_s=1e-3
     )
     work, behind = step_work(spec), tuple(CachedTable(table=f"sparse_{place}", cache_fraction=0.1) for place in range(3))
     setup = Setup(placement="device", batch_size=256, has_input=False)
@@ -161,7 +161,7 @@ def test_rows_that_are_moved_by_the_same_cores_slow_a_step_down_and_are_slowed_d
     found = predict(work, machine, software, dataclasses.replace(setup, behind=behind))
     (group,) = build_cache_models(work.tables, found.setup)
     moved_s = per_row_s * (group.missing_rows + group.num_reads(group.missing_rows))
-    own_s = alone_s + 1e-3 + 256 * 3 * 4 * timings.place_id_s
+    own_s = alone_s + 1e-3 + 256 * 3 * 4 * timings.cache_id_s
     assert (moved_s > own_s) == waits
     assert found.step_s == pytest.approx(max(own_s + share * moved_s, moved_s + share * own_s))
 
@@ -170,7 +170,7 @@ def test_the_host_of_a_gpu_plans_sets_of_batches_at_once_where_there_is_room_for
     machine, spec = measured_machine("cuda"), spec_of(skew=1.0)
     assert machine.software is not None
     assert machine.software.device_timings is not None
-    timings = dataclasses.replace(machine.software.device_timings, place_batch_s=1e-3, place_set_s=8e-3)
+    timings = dataclasses.replace(machine.software.device_timings, cache_batch_s=1e-3, cache_set_s=8e-3)
     software, work = dataclasses.replace(machine.software, device_timings=timings), step_work(spec)
     sizes = []
     for share in (0.5, 0.0):

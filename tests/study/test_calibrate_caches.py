@@ -60,7 +60,7 @@ def test_the_fit_recovers_cache_costs_on_a_cpu(share: float) -> None:
     found = fit_cache_costs(timings(), models)
     assert found.move_share == pytest.approx(share, abs=0.051)
     assert found.move_read_s == pytest.approx(read_s, rel=0.1)
-    assert found.place_batch_s == pytest.approx(batch_s, rel=0.1)
+    assert found.cache_batch_s == pytest.approx(batch_s, rel=0.1)
     assert found.move_row is not None
     assert found.move_row.at(132) == pytest.approx(row_s + 132 * byte_s, rel=0.1)
 
@@ -89,7 +89,7 @@ def test_the_fit_recovers_cache_costs_on_a_gpu(share: float) -> None:
         )
     found = fit_cache_costs(timings(), models)
     assert found.move_share == pytest.approx(share, abs=0.051)
-    assert found.place_id_s == pytest.approx(id_s, rel=0.2)
+    assert found.cache_id_s == pytest.approx(id_s, rel=0.2)
     assert found.move_row is not None
     for record in (68, 260, 516):
         assert found.move_row.at(record) == pytest.approx(row_s + record * byte_s, rel=0.15)

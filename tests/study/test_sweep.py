@@ -47,7 +47,7 @@ def sweep_plain(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def test_predictions_need_no_measurement_and_are_not_added_twice(tmp_path: Path) -> None:
     grid = [{"name": "batch", "keys": "train.batch_size", "values": [64, 128]}]
-    machines = [{"machine": "cpu-2s", "place": "remote", "num_sparse_servers": 1, "num_dense_servers": 1}]
+    machines = [{"machine": "cpu-2s", "placement": "remote", "num_sparse_servers": 1, "num_dense_servers": 1}]
     spec = parse(SweepSpec, sweep_plain(tmp_path, grid=grid, machines=machines))
     for _ in range(2):
         finished = sweep(spec, root=tmp_path / "runs", on=["cpu-2s", "zion"], predict_only=True)

@@ -115,7 +115,7 @@ def plan(
             for one in choices
             if one.best is not None and one.machine.network is not None
         },
-        asked={"prefer": prefer, "samples_per_s": samples_per_s, "what_if": what_if or None},
+        options={"prefer": prefer, "samples_per_s": samples_per_s, "what_if": what_if or None},
         needs=requirements_of(spec, samples_per_s or fastest) if requirements else None,
         notes=notes,
     )
@@ -129,7 +129,7 @@ def plan(
         print(json.dumps(plain_of(plan_)))
         return
     print_plan(plan_, tables=tables, timeline=timeline)
-    if spec.data.files is not None:
+    if spec.data.synth is None:
         say("Assuming one uniformly drawn id per feature: a plan does not read the log.")
 
 

@@ -40,12 +40,12 @@ def find_slots(node: TrainerNode) -> list[Task]:
             *tasks,
             node.compute_task("find cache slots", Phase.PREFETCH, num_ids * _find_id_s(node.processor), after=node.ready),
         ]
-    found_s = num_ids * timings.place_id_s
+    found_s = num_ids * timings.cache_id_s
     if node.has_devices:  # threads of the dispatching process plan, one at a time since they share its interpreter
-        planned_s = sum(timings.place_batch_s + timings.place_set_s / group.set_size for group in groups)
+        planned_s = sum(timings.cache_batch_s + timings.cache_set_s / group.set_size for group in groups)
         tasks.append(Task("plan cache transfers", Phase.PREFETCH, "dispatch", planned_s, hidden=node.software.runs_ahead))
     else:
-        found_s += timings.place_batch_s
+        found_s += timings.cache_batch_s
     tasks.append(node.compute_task("find cache slots", Phase.PREFETCH, found_s, after=node.ready))
     if timings.move_share:
         seconds = timings.move_share * _measured_transfer_s(node, timings)

@@ -13,7 +13,7 @@ from rowstead.spec.statistics import QUANTILES, LogStatistics, SparseStatistics
 MAX_CURVES = 40
 """Maximum number of curves; of more sparse features, those with the most accesses are drawn."""
 BESIDE = {"orientation": "v"}
-"""A legend beside the chart, which has room for many curves."""
+"""A legend beside the chart, where many curves fit."""
 
 _SPARSE_HEADINGS = (
     *("feature", "distinct ids", "ids/example", "p50", "p90", "p99", "max", "empty"),

@@ -33,7 +33,7 @@ class PlanReport:
     choices: list[Choice]
     num_readers: dict[str, int]
     """By machine; a machine without a network reads from its own disk and has no entry."""
-    asked: dict[str, Any]
+    options: dict[str, Any]
     """The options that affect the answer; None where one was not given."""
     needs: Requirements | None
     notes: list[str]
@@ -46,7 +46,7 @@ class PlanReport:
 
     def is_enough(self, best: Prediction) -> bool:
         """Whether a set-up reaches the target speed, if there is one."""
-        wanted: float | None = self.asked["samples_per_s"]
+        wanted: float | None = self.options["samples_per_s"]
         return wanted is None or best.samples_per_s >= wanted
 
 
@@ -75,7 +75,7 @@ def print_plan(plan: PlanReport, *, tables: bool, timeline: bool) -> None:
 
 
 def _table(plan: PlanReport) -> Table:
-    wanted = plan.asked["samples_per_s"]
+    wanted = plan.options["samples_per_s"]
     title = f"{plan.name}: predicted" + (f", for {wanted:,.0f} samples/s" if wanted else "")
     figures = {name: key for name, key in OPTIONAL.items() if any(getattr(one, key) is not None for one in plan.best)}
     rows = [
@@ -177,7 +177,7 @@ def plain_of(plan: PlanReport) -> dict[str, Any]:
             if one.machine.name in plan.num_readers:
                 plain["num_readers"] = plan.num_readers[one.machine.name]
             plain["tables"] = one.best.where()
-            if plan.asked["samples_per_s"] is not None:
+            if plan.options["samples_per_s"] is not None:
                 plain["is_enough"] = plan.is_enough(one.best)
         plain["others"] = [
             {"placement": other.setup.placement, "fits": other.fits}
@@ -189,8 +189,8 @@ def plain_of(plan: PlanReport) -> dict[str, Any]:
             for other in one.others
         ]
         machines.append(plain)
-    asked = {name: value for name, value in plan.asked.items() if value is not None}
-    result: dict[str, Any] = {"recipe": plan.name, "kind": "predicted", "asked": asked, "machines": machines}
+    options = {name: value for name, value in plan.options.items() if value is not None}
+    result: dict[str, Any] = {"recipe": plan.name, "kind": "predicted", "options": options, "machines": machines}
     if plan.needs is not None:
         result["requirements"] = to_plain(plan.needs)
     if plan.notes:

@@ -15,7 +15,7 @@ from rowstead.spec.yaml_text import read_text
 RUN_KEYS = ("run.processes", "run.fleet")
 """Launch settings outside the recipe: processes on this machine, or the roles of a fleet."""
 PLAN_KEYS = (
-    "plan.place",
+    "plan.placement",
     "plan.batch_size",
     "plan.num_devices",
     "plan.num_trainers",

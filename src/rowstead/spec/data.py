@@ -39,7 +39,7 @@ MAX_FILES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class LogSpec(Spec):
-    """Base of the kinds of logs. A new kind is a subclass, a field of `DataSpec`, and a module with its `LogSplit`."""
+    """Base of the kinds of logs. A new kind is a subclass, a field of `DataSpec`, and a module with its `LogSplit`; a new kind of file is a `FileLogSpec`."""
 
     split_class: ClassVar[str]
     """`module:class` of the `LogSplit` that opens this kind of log."""

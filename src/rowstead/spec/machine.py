@@ -62,9 +62,9 @@ class Memory(Spec):
         require(bool(self.random), "random", "give at least one size with its bandwidth")
         sizes = [rate.piece_bytes for rate in self.random]
         require(sizes == sorted(set(sizes)), "random", "give each size once, the smallest first")
-        for place, rate in enumerate(self.random):
+        for index, rate in enumerate(self.random):
             bound = f"random access cannot be faster than sequential, {self.bandwidth_bytes_per_s:g}"
-            require(rate.bytes_per_s <= self.bandwidth_bytes_per_s, f"random[{place}].bytes_per_s", bound)
+            require(rate.bytes_per_s <= self.bandwidth_bytes_per_s, f"random[{index}].bytes_per_s", bound)
         if self.cache_bandwidth_bytes_per_s is not None:
             faster = self.cache_bandwidth_bytes_per_s >= self.bandwidth_bytes_per_s
             require(faster, "cache_bandwidth_bytes_per_s", "a cache cannot be slower than the memory behind it")

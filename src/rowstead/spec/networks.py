@@ -1,7 +1,7 @@
 """Networks: the registry of the built-in ones, and how `model.network` refers to one of the user's own.
 
-A new built-in network is an entry in `NETWORKS`, its options in `spec/network_options.py`, and a module in `nn/`; tests, planner and docs
-follow from the entry.
+A new built-in network is an entry in `NETWORKS`, its options in `spec/network_options.py`, a module in `nn/` and a recipe of its name; planner and
+configuration page follow from the entry. Tests ask for a plain version in `tests/nn/plain_networks.py` and a row in `docs/networks.md`.
 
 `package.module:Class` names a class that Python can import, `path/to/file.py:Class` one in a file.
 """

@@ -41,14 +41,14 @@ class OnSpec(Spec):
     """The machine of the parameter servers."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """Recipe changes on this machine, such as another batch size."""
-    place: PlannedStore | None = None
+    placement: PlannedStore | None = None
     """Where the tables live."""
     num_devices: Processes | None = None
-    """Number of accelerators. Default with `place: device`: as few as hold the tables; they share the batch."""
+    """Number of accelerators. Default with `placement: device`: as few as hold the tables; they share the batch."""
     num_trainers: Processes = 1
     """Number of trainers."""
     num_sparse_servers: AnyProcesses | None = None
-    """With `place: remote`. Default: as few as hold the tables."""
+    """With `placement: remote`. Default: as few as hold the tables."""
     num_dense_servers: AnyProcesses = 0
     """Number of dense servers that average the trainers' parameters."""
     in_flight: Processes = 1

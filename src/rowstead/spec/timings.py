@@ -69,11 +69,11 @@ class Timings(Spec):
     """Preparation of an update that an accelerator overlaps with look-up and network, by ids; None if nothing is overlapped."""
     fills_batch: bool = False
     """Whether each batch is copied to a static buffer of the accelerator before its step."""
-    place_batch_s: NotNegative = 0.0
+    cache_batch_s: NotNegative = 0.0
     """Fixed time per step with cached tables, to make and pass on its plan. With an accelerator this is host time, per table width."""
-    place_set_s: NotNegative = 0.0
+    cache_set_s: NotNegative = 0.0
     """Additional host time per plan of an accelerator, per table width; a plan covers one batch or a set of small ones."""
-    place_id_s: NotNegative = 0.0
+    cache_id_s: NotNegative = 0.0
     """Time per id of a cached table, to look up its cache slot."""
     move_row: Curve | None = None
     """One cache miss: a row is fetched and another written back while other steps run, by bytes of a row with its state. From SSD for a
@@ -86,7 +86,7 @@ class Timings(Spec):
     """Tensors of at least this size are newly allocated by the operating system in every step."""
     fresh_byte_s: NotNegative = 0.0
     """Seconds per newly allocated byte."""
-    pace_s: NotNegative = 0.0
+    reference_s: NotNegative = 0.0
     """Seconds of the reference work of `study/calibration/machine_speed.py` at the machine speed that these times are normalised to; 0 if not recorded."""
     dense: InStep = InStep()
     """Layers and interaction, by bytes of their inputs and outputs; the fixed time includes what no other phase covers."""

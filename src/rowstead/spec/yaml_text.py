@@ -129,8 +129,8 @@ class _SizeCheck:
     def _refuse(self, event: Any, problem: str) -> NoReturn:
         keys = [f".{one.key}" if one.is_mapping else f"[{one.num_items}]" for one in self._stack]
         key = "".join(keys[:6]).removeprefix(".") + ("…" if len(keys) > 6 else "")
-        place = f"{self._what}, line {event.start_mark.line + 1}"
-        raise SpecError("", f"{place}: {key}: {problem}" if key else f"{place}: {problem}")
+        location = f"{self._what}, line {event.start_mark.line + 1}"
+        raise SpecError("", f"{location}: {key}: {problem}" if key else f"{location}: {problem}")
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc]

@@ -140,25 +140,25 @@ def _prediction(spec: RunSpec, on: OnSpec, wanted: float | None, setup: Setup | 
     software = measured or load_software(on.software)
     if setup is not None:
         return predict(step_work(spec), machine, software, setup, precision=spec.train.precision)
-    if on.place is None:
+    if on.placement is None:
         choice = choose(spec, machine, software, server=server, samples_per_s=wanted, prefer="speed")
         if choice.best is None:
             raise RowsteadError(f"does not fit {on.title}")
         return choice.best
     work, batch_size, num_devices = step_work(spec), spec.train.batch_size, on.num_devices or machine.num_devices
-    if on.place == "device" and on.num_devices is None and machine.accelerators is not None:
+    if on.placement == "device" and on.num_devices is None and machine.accelerators is not None:
         fewest = fewest_devices(work, machine, batch_size)
         if fewest is None:
             raise RowsteadError(f"the tables do not fit the accelerators of {on.title}")
         num_devices, batch_size = fewest, max(1, batch_size // fewest)
     counts: dict[str, Any] = {"num_devices": num_devices, "num_dense_servers": on.num_dense_servers, "in_flight": on.in_flight}
-    if on.place == "remote" and on.num_sparse_servers is not None:
+    if on.placement == "remote" and on.num_sparse_servers is not None:
         counts["num_sparse_servers"] = on.num_sparse_servers
     if on.num_dense_servers:
         counts["server"] = server
     builder = SetupBuilder(spec=spec, work=work, machine=machine, server=server)
-    setups = builder.build(on.place, batch_size=batch_size, num_trainers=on.num_trainers, **counts)
+    setups = builder.build(on.placement, batch_size=batch_size, num_trainers=on.num_trainers, **counts)
     made = [predict(work, machine, software, setup, precision=spec.train.precision) for setup in setups]
     if not made:
-        raise RowsteadError(f"{on.title} cannot have tables in {on.place}")
+        raise RowsteadError(f"{on.title} cannot have tables in {on.placement}")
     return max(made, key=lambda one: (one.fits, one.samples_per_s))

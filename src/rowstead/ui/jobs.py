@@ -19,20 +19,20 @@ from rowstead.ui.whatif import answers
 from rowstead.ui.worker import serve_jobs
 
 
-def plan(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def plan(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Predictions for a scenario, line by line."""
-    return answers(parse(Scenario, asked["scenario"]), checked_base(asked["base"]))
+    return answers(parse(Scenario, request["scenario"]), checked_base(request["base"]))
 
 
-def recipe(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def recipe(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A shipped recipe, that of a run, or the text of a file: as the base of a scenario."""
-    if isinstance(name := asked["name"], str):
+    if isinstance(name := request["name"], str):
         if name not in recipe_names():
             raise RowsteadError(f"unknown recipe `{name}`: {did_you_mean(name, recipe_names())}")
         spec = load_recipe(name)
-    elif asked["folder"] is not None:
-        spec = RunFolder(Path(asked["folder"])).read_spec()
-    elif isinstance(text := asked["text"], str):
+    elif request["folder"] is not None:
+        spec = RunFolder(Path(request["folder"])).read_spec()
+    elif isinstance(text := request["text"], str):
         found = checked_base(read_text(text, what="the file"))
         if found is None:
             raise RowsteadError("the file is empty")
@@ -42,9 +42,9 @@ def recipe(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"name": spec.name, "base": to_plain(spec), "scenario": to_plain(scenario_of(spec))}
 
 
-def save(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def save(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The recipe of a scenario, to be saved."""
-    yield {"text": recipe_text(parse(Scenario, asked["scenario"]), asked["base"])}
+    yield {"text": recipe_text(parse(Scenario, request["scenario"]), request["base"])}
 
 
 def recipe_text(scenario: Scenario, base: Any) -> str:
@@ -53,9 +53,9 @@ def recipe_text(scenario: Scenario, base: Any) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
 
-def report(asked: dict[str, Any]) -> Iterator[str]:
+def report(request: dict[str, Any]) -> Iterator[str]:
     """The page of one run, or of a folder of runs."""
-    yield report_page([Path(asked["path"])])
+    yield report_page([Path(request["path"])])
 
 
 if __name__ == "__main__":

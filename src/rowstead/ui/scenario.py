@@ -144,8 +144,8 @@ def _log_and_features(scenario: Scenario, base: RunSpec | None) -> tuple[DataSpe
     lengths = [scenario.ids] * scenario.num_sparse
     distinct, synth = list(rows), SynthSpec(lengths="poisson")
     if base is not None and base.features.sparse:
-        of_place = {index: table.num_rows for table in base.tables for index in table.features}
-        own_rows = _in_turn([of_place[index] for index in range(len(of_place))], scenario.num_sparse)
+        of_feature = {index: table.num_rows for table in base.tables for index in table.features}
+        own_rows = _in_turn([of_feature[index] for index in range(len(of_feature))], scenario.num_sparse)
         own_lengths = _in_turn(mean_ids(base), scenario.num_sparse)
         own_distinct = _in_turn([law.num_ids for law in popularities(base)], scenario.num_sparse)
         larger, longer = _ratio(scenario.num_rows, own_rows), _ratio(scenario.ids, own_lengths)

@@ -143,8 +143,8 @@ def fit_cache_costs(timings: Timings, models: Sequence[CacheMeasurement]) -> Tim
     moves = tuple(max(1e-12, float(row_s + byte_s * record)) for record in RECORDS)
     return dataclasses.replace(
         timings,
-        place_batch_s=float(batch_s),
-        place_id_s=float(id_s),
+        cache_batch_s=float(batch_s),
+        cache_id_s=float(id_s),
         move_row=Curve(axes=(CurveAxis(name="record_bytes", sizes=RECORDS),), seconds=moves),
         move_read_s=float(read_s),
         move_share=share,
@@ -268,7 +268,7 @@ def _measure_gpu_caches(
     # The minimum, as the first steps of a process take 1.5 times as long.
     in_memory_s, in_sets_s, one_by_one_s = map(min, zip(*turns, strict=True))
     set_s, batch_s = split_plan_cost(in_memory_s, in_sets_s, one_by_one_s, _group(FEW, FEW_KEPT).set_size)
-    known = dataclasses.replace(timings, place_batch_s=batch_s, place_set_s=set_s)
+    known = dataclasses.replace(timings, cache_batch_s=batch_s, cache_set_s=set_s)
     models = []
     for shape, share in gpu_shapes(is_short=is_short):
         group = _group(shape, share)
@@ -294,7 +294,7 @@ def _measure_gpu_caches(
             axes=(CurveAxis(name="record_bytes", sizes=RECORDS),), seconds=tuple(byte_s * record for record in RECORDS)
         )
         return dataclasses.replace(software, device_timings=dataclasses.replace(known, move_row=moves))
-    found = dataclasses.replace(fit_cache_costs(known, models), place_batch_s=batch_s)
+    found = dataclasses.replace(fit_cache_costs(known, models), cache_batch_s=batch_s)
     return dataclasses.replace(software, device_timings=found)
 
 

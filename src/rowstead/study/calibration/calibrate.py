@@ -325,7 +325,7 @@ class _WholeSteps:
             for some in (self._times, self._one_thread)
         )
         changed = fit_timings(processor.timings, processor, software, *zip(*times, strict=True))
-        software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, pace_s=self._speed.standard_s))
+        software = dataclasses.replace(software, cpu_timings=dataclasses.replace(changed, reference_s=self._speed.standard_s))
         one_thread = dataclasses.replace(processor.timings, layers=(self._measure_one_thread_layers(),))
         return software, fit_timings(one_thread, processor, software, *zip(*one_thread_times, strict=True))
 
