@@ -124,7 +124,7 @@ class CsvIndex:
         codec = _find_codec(file)
         self._unpacked = None if codec is None else tempfile.TemporaryFile(prefix="rowstead-")  # noqa: SIM115
         self._groups: list[TextGroup] = []
-        self._places: list[tuple[int, int]] = []
+        self._spans: list[tuple[int, int]] = []
         """Where in the temporary file each group of a compressed file is: offset and bytes."""
         self.header = b""
         """The first row, if it is a header."""
@@ -150,7 +150,7 @@ class CsvIndex:
         self._groups.append(dataclasses.replace(group, text=b""))
         if self._unpacked is not None:
             packed = pa.Codec("zstd", compression_level=1).compress(group.text, asbytes=True)
-            self._places.append((self._unpacked.seek(0, os.SEEK_END), len(packed)))
+            self._spans.append((self._unpacked.seek(0, os.SEEK_END), len(packed)))
             self._unpacked.write(packed)
             self._unpacked.flush()
 
@@ -158,7 +158,7 @@ class CsvIndex:
         """The text of a row group; a DataError if the file has changed since the index was made."""
         group = self._groups[number]
         if self._unpacked is not None:
-            offset, size = self._places[number]
+            offset, size = self._spans[number]
             packed = os.pread(self._unpacked.fileno(), size, offset)
             unpacked: bytes = pa.decompress(packed, group.num_bytes, codec="zstd", asbytes=True)
             return unpacked

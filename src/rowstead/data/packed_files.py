@@ -185,8 +185,8 @@ class PackedWriter:
 class PackedReader:
     """Packed files of one split, mapped into memory.
 
-    What tells where something is has been checked: buffers lie inside their file and are large enough. Offsets and ids are checked by
-    whoever reads them.
+    What tells where something is has been checked: buffers lie inside their file and are large enough. Offsets and ids are
+    checked when they are read.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], columns: PackedColumns) -> None:

@@ -96,7 +96,7 @@ class ShardedStore(EmbeddingStore):
         for store in self.local_stores:  # larger sets would have processes agree again on how early batches are prefetched
             store.limit_prefetch(1)
         wanted = max((store.batches_ahead for store in self.local_stores), default=0)
-        self._batches_ahead = 1 + max(process_group.gather(wanted))  # else some would announce batches that others do not
+        self._batches_ahead = 1 + max(process_group.gather(wanted))  # else some would prefetch batches that others do not
 
     @property
     def kernel(self) -> str:

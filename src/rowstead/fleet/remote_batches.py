@@ -47,10 +47,10 @@ class RemoteBatches:
     A thread per reader requests batches, with its own client, and acknowledges those that are done. The batches of one reader
     arrive in its order; those of several as they come. With one reader and one trainer this is the order of a single process.
 
-        while feed.more():
-            for batch, ticket in feed:
+        while batches.more():
+            for batch, ticket in batches:
                 ...
-                feed.acknowledge(ticket)
+                batches.acknowledge(ticket)
 
     The inner loop ends when no reader has a batch to assign. The outer loop continues if another trainer is lost and its batches
     are reassigned, and ends once all batches are done everywhere.

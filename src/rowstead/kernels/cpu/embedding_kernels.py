@@ -152,7 +152,7 @@ def update_tables(  # type: ignore[no-untyped-def]
     A task has the rows of its table with that remainder modulo the number of parts. Tasks share no row, and each sums the
     gradients of a row in the order of the batch. `scaled` tells whether gradients have scales: of weights, clipping or means.
 
-    Scratch memory of each thread, with room for the ids of the largest task and one more: words, spare, sources, scales;
+    Scratch memory of each thread, with capacity for the ids of the largest task and one more: words, spare, sources, scales;
     summed [D]; counts [`NUM_DIGITS`].
     """
     while True:
