@@ -116,6 +116,8 @@ class SyncRuleEntry:
     """V / v for p trainers that all step in one direction, with `alpha`, `block_momentum` and `block_lr`."""
     needs_round: bool
     """Whether an exchange waits for all trainers."""
+    has_momentum: bool = False
+    """Whether `block_momentum` and `block_lr` apply."""
 
 
 def _bmuf_speed(num_trainers: int, alpha: float, momentum: float, lr: float) -> float:
@@ -147,6 +149,7 @@ SYNC_RULES: dict[SyncRule, SyncRuleEntry] = {
         alpha=lambda num_trainers: 0.5,
         speed=_bmuf_speed,
         needs_round=True,
+        has_momentum=True,
     ),
 }
 assert tuple(SYNC_RULES) == get_args(SyncRule)

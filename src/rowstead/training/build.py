@@ -15,6 +15,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.placement import MemorySpec, Placement, rules_for
 from rowstead.spec.run import RunSpec
+from rowstead.spec.sync import SYNC_MODES
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.build import StoreBuilder, choose_placement, mean_ids_of
 from rowstead.training.sharded_step import WIRE_DTYPES
@@ -113,8 +114,8 @@ def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:
     sync = spec.train.sync
     if spec.fleet is None:
         is_ignored = {
-            f"train.sync.mode={sync.mode}": sync.mode not in ("auto", "none", "allreduce")
-            or (sync.mode == "allreduce" and world_size == 1),
+            f"train.sync.mode={sync.mode}": SYNC_MODES[sync.mode].rule is not None
+            or (SYNC_MODES[sync.mode].every_step and world_size == 1),
             f"train.sync.staleness={sync.staleness}": sync.staleness > 0,
             f"train.sync.dense_lr_factor={sync.dense_lr_factor}": sync.dense_lr_factor is not None,
         }

@@ -220,14 +220,14 @@ class Shadow(_SyncWithServer):
     def build(cls, spec: SyncSpec, connect: Callable[[int], DenseServer], num_threads: int) -> list[SyncPolicy]:
         assert spec.alpha is not None
         assert spec.block_momentum is not None
-        is_bmuf = spec.rule == "bmuf"
+        has_momentum = SYNC_RULES[spec.rule].has_momentum
         first = cls(
             connect(0),
             rule=spec.rule,
             alpha=spec.alpha,
             period=spec.period,
-            momentum=spec.block_momentum if is_bmuf else 0.0,
-            lr=spec.block_lr if is_bmuf else 1.0,
+            momentum=spec.block_momentum if has_momentum else 0.0,
+            lr=spec.block_lr if has_momentum else 1.0,
         )
         return [first, *(_ShadowThread(first) for _ in range(num_threads - 1))]
 
