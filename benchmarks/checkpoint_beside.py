@@ -28,7 +28,7 @@ from rowstead.training.build import build_model
 from rowstead.training.checkpoint import checkpoints_in
 from rowstead.training.device import set_threads
 from rowstead.training.loop import Loop
-from rowstead.training.progress import NoProgress, Position, Progress, RunReporter
+from rowstead.training.progress import Callback, Position, Progress, RunReporter
 from rowstead.training.step import Stepper
 
 NUM_TABLES, WIDTH, NUM_DENSE = 26, 128, 13
@@ -81,7 +81,7 @@ class BatchesInMemory(Source):
         return BatchesInMemory([batch.pin_memory() for batch in self._batches])
 
 
-class _Clock(NoProgress):
+class _Clock(Callback):
     """When each step ended."""
 
     def __init__(self) -> None:

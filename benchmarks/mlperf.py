@@ -37,7 +37,7 @@ from rowstead.data.open_log import open_sources, open_to_pack
 from rowstead.data.pack import pack_log
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.training.build import build_model
-from rowstead.training.progress import NoProgress, Progress
+from rowstead.training.progress import Callback, Progress
 from rowstead.training.step import Stepper
 
 LOG_EVERY = 50
@@ -85,7 +85,7 @@ class Enough(Exception):  # noqa: N818
 
 
 @dataclass
-class Stopwatch(NoProgress):
+class Stopwatch(Callback):
     """Time, samples and joules between two logged steps of a run, which it then ends."""
 
     last_step: int

@@ -57,7 +57,7 @@ from rowstead.spec.data import DataSpec, ParquetSpec, SynthSpec
 from rowstead.spec.parse import assign, parse
 from rowstead.spec.run import RunSpec, read_recipe
 from rowstead.training.build import build_model
-from rowstead.training.progress import NoProgress
+from rowstead.training.progress import Callback
 from rowstead.training.step import Stepper
 
 
@@ -164,7 +164,7 @@ def read_samples_per_s(run: RunSpec, num_samples: int) -> float:
     raise AssertionError("epochs do not end")
 
 
-class Listening(NoProgress):
+class Listening(Callback):
     """Keeps what a run says about its reading."""
 
     told = ""

@@ -18,7 +18,7 @@ from rowstead.run import Result
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.progress import NoProgress, Progress
+from rowstead.training.progress import Callback, Progress
 
 
 def small_plain() -> dict[str, Any]:
@@ -85,7 +85,7 @@ def written_log(folder: Path) -> Path:
     return folder
 
 
-class RecordingCallback(NoProgress):
+class RecordingCallback(Callback):
     """Records messages and steps; stops the process after a step, as Ctrl-C or `kill` would."""
 
     def __init__(self, stop_after: int | None = None, by: signal.Signals = signal.SIGINT) -> None:

@@ -1,9 +1,10 @@
 """rowstead trains deep learning recommendation models. Every embedding row has a home.
 
 >>> import rowstead
->>> result = rowstead.train("quickstart")         # a RunSpec, a shipped recipe's name, or a recipe's path
->>> model = rowstead.load(str(result.folder))     # an ordinary torch.nn.Module
->>> model.predict(frame)                          # click probabilities of a DataFrame, an Arrow table, a dict of columns or a Batch
+>>> recipe = rowstead.first_recipe(frame, label="clicked")   # a guess from the columns of a DataFrame, an Arrow table or files
+>>> result = rowstead.train(recipe)                          # or a recipe's path, a shipped one's name, a dict
+>>> model = result.load()                                    # an ordinary torch.nn.Module
+>>> model.predict(frame)                                     # click probabilities as an array
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ _MODULES = {
     "load": "rowstead.training.trained",
     "evaluate": "rowstead.training.trained",
     "Result": "rowstead.run",
+    "first_recipe": "rowstead.data.first_recipe",
+    "Callback": "rowstead.training.progress",
+    "Progress": "rowstead.training.progress",
+    "Quality": "rowstead.training.metrics",
+    "Record": "rowstead.spec.record",
+    "DLRM": "rowstead.nn.dlrm",
+    "nearest": "rowstead.nn.nearest",
     "predict": "rowstead.serve.predict",
     "export": "rowstead.serve.export",
     "load_exported": "rowstead.serve.exported",
@@ -41,6 +49,26 @@ _MODULES = {
     "fuse_embedding_optimizer": "rowstead.nn.fuse",
     "PooledFeatures": "rowstead.nn.bag_tables",
     "RunSpec": "rowstead.spec.run",
+    "DataSpec": "rowstead.spec.data",
+    "SynthSpec": "rowstead.spec.data",
+    "ParquetSpec": "rowstead.spec.data",
+    "CsvSpec": "rowstead.spec.data",
+    "SplitSpec": "rowstead.spec.data",
+    "FeaturesSpec": "rowstead.spec.features",
+    "DenseFeatureSpec": "rowstead.spec.features",
+    "SparseFeatureSpec": "rowstead.spec.features",
+    "TableSpec": "rowstead.spec.features",
+    "ModelSpec": "rowstead.spec.model",
+    "InteractionSpec": "rowstead.spec.interactions",
+    "TrainSpec": "rowstead.spec.train",
+    "DenseOptimizerSpec": "rowstead.spec.train",
+    "SparseOptimizerSpec": "rowstead.spec.row_optimizers",
+    "ScheduleSpec": "rowstead.spec.train",
+    "EarlyStopSpec": "rowstead.spec.train",
+    "SyncSpec": "rowstead.spec.sync",
+    "TablePlacementSpec": "rowstead.spec.placement",
+    "MemorySpec": "rowstead.spec.placement",
+    "FleetSpec": "rowstead.spec.fleet",
     "load_recipe": "rowstead.spec.run",
     "RowsteadError": "rowstead.spec.errors",
 }

@@ -6,14 +6,16 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import open_sources
+from rowstead.data.tables import GivenSpec, read_given
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
 from rowstead.distributed.stop import stop_on_signal
@@ -31,7 +33,7 @@ from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import digest, to_plain
 from rowstead.spec.placement import Placement
 from rowstead.spec.record import Record, date_now
-from rowstead.spec.run import RunSpec, check_moves, load_recipe
+from rowstead.spec.run import RunSpec, check_moves
 from rowstead.stores.build import measured_machine, unused_machine_warning
 from rowstead.training.advice import closing_advice
 from rowstead.training.build import build_model, ignored_settings, plan_placement
@@ -43,9 +45,10 @@ from rowstead.training.device import bf16_fallback, choose_device, kernel_text, 
 from rowstead.training.hogwild import HogwildStepper
 from rowstead.training.loop import Loop, TrainOutcome
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import NoProgress, Position, ProgressCallback, RunReporter
+from rowstead.training.progress import Callback, CallbackList, Position, RunReporter
+from rowstead.training.progress_bar import shown_progress
 from rowstead.training.step import Stepper
-from rowstead.training.trained import checkpoint_facts
+from rowstead.training.trained import checkpoint_facts, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,51 +64,80 @@ class Result:
 
     @property
     def quality(self) -> Quality | None:
+        """The last evaluation: NE, AUC, calibration and more."""
         return self.outcome.quality
+
+    def load(self) -> DLRM:
+        """The trained model, as `rowstead.load` returns it."""
+        return load(self.folder)
 
 
 def train(
-    spec: RunSpec | str,
+    spec: GivenSpec | None = None,
     *,
+    data: Any = None,
+    eval_data: Any = None,
     root: Path | str = DEFAULT_ROOT,
     out: Path | str | None = None,
     init_from: str | None = None,
-    callback: ProgressCallback | None = None,
+    callback: Callback | Sequence[Callback] | None = None,
+    progress: bool | None = None,
     profile: bool = False,
 ) -> Result:
-    """Train a model from a spec, a recipe's name or a recipe's path, into a new folder under `root` or at `out`.
+    """Train a model into a new folder under `root`, or at `out`.
 
-    `init_from` names an earlier run whose weights the model starts with. `profile` traces a few steps into `trace.json` and reports
-    where their time went.
+    `spec` is a RunSpec, a dict with a recipe's content, a recipe's path, or the name of a shipped one. `data` replaces its log: a
+    DataFrame, an Arrow table, a dict of columns, or paths (a file, folder, glob or URL, or a list of them). The evaluation split is
+    `eval_data`, or cut from `data` as the recipe says. A table is written once to `tables/` beside the run, so that the run can be
+    evaluated and resumed.
+
+    `callback` is a `Callback`, or several, that follow the run. `progress` shows a bar on standard error where that is a terminal or a
+    notebook; False never does, True prints lines where there is no bar. `init_from` names an earlier run whose weights the model starts
+    with. `profile` traces a few steps into `trace.json` and reports where their time went.
     """
-    spec = load_recipe(spec) if isinstance(spec, str) else spec
+    spec = read_given(spec, data, eval_data, Path(root) if out is None else Path(out).parent)
     if spec.fleet is not None:
         raise RowsteadError(
             "this recipe has a fleet: train it with `rowstead train`, or `rowstead.fleet.coordinator.train_fleet`"
         )
-    return _run(spec, None, root=root, out=out, init_from=init_from, callback=callback, profile=profile)
+    with _follow(callback, progress) as all_callbacks:
+        return _run(spec, None, root=root, out=out, init_from=init_from, callback=all_callbacks, profile=profile)
 
 
 def resume(
-    run: str,
+    run: Path | str,
     *,
     changes: Sequence[str] = (),
     root: Path | str = DEFAULT_ROOT,
     accept_changed_log: bool = False,
-    callback: ProgressCallback | None = None,
+    callback: Callback | Sequence[Callback] | None = None,
+    progress: bool | None = None,
     profile: bool = False,
 ) -> Result:
     """Continue a run from its newest valid checkpoint, as if it had never stopped.
 
-    `changes` are `key=value` settings that move its tables: only those of `placement` and `memory`. A log whose files have changed is
-    refused unless `accept_changed_log`.
+    `run` is its folder, its name under `root`, or `last`. `changes` are `key=value` settings that move its tables: only those of
+    `placement` and `memory`. A log whose files have changed is refused unless `accept_changed_log`. `callback`, `progress` and `profile`
+    are as for `train`.
     """
     folder = RunFolder.open(run, root)
     check_moves(changes)
     spec = folder.read_spec(changes)
     if spec.fleet is not None:
         raise RowsteadError(f"{folder.path} is a fleet's run: resume it with `rowstead train --resume {folder.path}`")
-    return _run(spec, folder, root=root, accept_changed_log=accept_changed_log, callback=callback, profile=profile)
+    with _follow(callback, progress) as all_callbacks:
+        return _run(spec, folder, root=root, accept_changed_log=accept_changed_log, callback=all_callbacks, profile=profile)
+
+
+@contextlib.contextmanager
+def _follow(callback: Callback | Sequence[Callback] | None, progress: bool | None) -> Iterator[Callback]:
+    """The user's callbacks, and the progress bar."""
+    given = () if callback is None else (callback,) if isinstance(callback, Callback) else tuple(callback)
+    for one in given:
+        if not isinstance(one, Callback):
+            raise RowsteadError(f"callback: a {type(one).__name__} is not one; derive it from `rowstead.Callback`")
+    with shown_progress(progress) as shown:
+        yield CallbackList([*given, shown])
 
 
 def _run(
@@ -116,14 +148,14 @@ def _run(
     out: Path | str | None = None,
     init_from: str | None = None,
     accept_changed_log: bool = False,
-    callback: ProgressCallback | None,
+    callback: Callback,
     profile: bool,
 ) -> Result:
     """Train in a new folder, or continue the run in `folder`."""
     device = choose_device(spec)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(open_process_group(device))
-        callback = callback if callback is not None and group.rank == 0 else NoProgress()
+        callback = callback if group.rank == 0 else Callback()
 
         # The folder to resume: the one that was given, or that of this job before torchrun or the launcher restarted it.
         folder = folder or job.find_restarted_folder(group, spec, root, out)
@@ -206,6 +238,7 @@ def _run(
             if compiler is not None:
                 compiler.run()
             try:
+                callback.on_start(spec, folder.path)
                 outcome = loop.run()
             except Exception as error:
                 if group.rank == 0:
@@ -228,6 +261,7 @@ def _run(
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)
         model.store.close()
+        callback.on_end(record)
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop.signal)
 
 
@@ -240,7 +274,7 @@ def _keep_failure(folder: RunFolder, step: int, error: Exception, *, is_resumed:
 
 
 def _load_checkpoint(
-    spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: ProgressCallback, *, with_optimizer: bool
+    spec: RunSpec, folder: RunFolder, group: ProcessGroup, callback: Callback, *, with_optimizer: bool
 ) -> Checkpoint:
     """The newest valid checkpoint of a run that fits the model of `spec`."""
 
@@ -269,7 +303,7 @@ def _report_start(
     placement: Placement,
     device: torch.device,
     group: ProcessGroup,
-    callback: ProgressCallback,
+    callback: Callback,
     position: Position | None,
     *,
     is_resumed: bool,
@@ -345,7 +379,7 @@ def _count_traffic(spec: RunSpec, device: torch.device, num_steps: float, row_by
 
 
 def _compare_with_prediction(
-    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, callback: ProgressCallback
+    spec: RunSpec, placement: Placement, device: torch.device, folder: RunFolder, record: Record, callback: Callback
 ) -> None:
     """Keep and report what was predicted for this run, where this machine was measured with as many threads."""
     machine = measured_machine(device)

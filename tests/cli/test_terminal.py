@@ -19,8 +19,8 @@ import yaml
 from rich.console import Console
 
 from rowstead import run
-from rowstead.cli.console import ProgressBar, progress_callback
 from rowstead.training.progress import Progress
+from rowstead.training.progress_bar import ProgressBar, progress_callback
 from tests.cli.commands import Command, assert_refused, recipe
 from tests.small_runs import small_plain
 
@@ -79,7 +79,8 @@ def test_running_out_of_memory_is_said_plainly(rowstead: Command, monkeypatch: p
 
 
 def test_where_output_is_no_terminal_lines_are_plain(rowstead: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rowstead.cli.console.PLAIN_EVERY_S", 0.0)
+    for module in ("rowstead.training.progress_bar", "rowstead.cli.console"):
+        monkeypatch.setattr(f"{module}.PLAIN_EVERY_S", 0.0)
     done = rowstead("train", recipe("train.max_steps=20", "train.eval_every=10"))
     assert done.code == 0
     assert "\x1b" not in done.text

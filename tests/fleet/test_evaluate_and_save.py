@@ -11,7 +11,7 @@ from rowstead.data.open_log import open_sources
 from rowstead.data.source import Source
 from rowstead.fleet.batch_assignments import AssignmentLog, Holder
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, position_in_logs
-from rowstead.fleet.fleet_figures import NoFleetProgress
+from rowstead.fleet.fleet_figures import FleetCallback
 from rowstead.fleet.gathered_model import LocalTablesModel
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.records.events import read_events
@@ -48,7 +48,7 @@ class Model(LocalTablesModel):
         return Quality(num_samples=1, log_loss=0.5, mse=0.1, mean_label=0.3, mean_prediction=0.3, ne=self.nes.pop(0))
 
 
-class Messages(NoFleetProgress):
+class Messages(FleetCallback):
     """Keeps all messages."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -199,3 +200,25 @@ def test_a_fleet_that_follows_the_scale_shrinks_by_its_square_root(scale: float,
     assert fleet.at_scale(scale) == fleet  # once
     fixed = dataclasses.replace(whole, follows_scale=False)
     assert fixed.at_scale(scale) == fixed
+
+
+def test_a_dict_is_a_recipe_with_numbers_of_numpy_and_specs_in_it() -> None:
+    plain = small_plain()
+    assert RunSpec.from_dict(plain) == small_spec()
+    assert RunSpec.from_dict(small_spec().to_dict()) == small_spec()
+    plain["train"] = {"batch_size": np.int64(64), "epochs": np.int32(1)}
+    plain["features"] = small_spec().features
+    assert RunSpec.from_dict(plain) == small_spec()
+    assert RunSpec.from_dict(plain, ["train.batch_size=32"]).train.batch_size == 32
+    with pytest.raises(SpecError, match=r"train\.batch_sise: unknown key: did you mean `batch_size`"):
+        RunSpec.from_dict({**plain, "train": {"batch_sise": 3}})
+    with pytest.raises(SpecError, match=r"batch_size: expected whole number"):
+        RunSpec.from_dict({**plain, "train": {"batch_size": np.float32(1.5)}})
+
+
+def test_a_dict_may_be_based_on_a_shipped_recipe() -> None:
+    spec = RunSpec.from_dict({"base": "quickstart", "train": {"batch_size": 99}})
+    assert spec.train.batch_size == 99
+    assert spec.model == load_recipe("quickstart").model
+    with pytest.raises(RowsteadError, match="no recipe `quickstrt`"):
+        RunSpec.from_dict({"base": "quickstrt"})

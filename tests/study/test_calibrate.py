@@ -34,7 +34,7 @@ from rowstead.study.calibration.dense import measure_interaction, measure_layers
 from rowstead.study.calibration.fit import fit_timings, predict_parts, take_shorter
 from rowstead.study.calibration.footprint import measure_base_bytes, measure_peak_bytes
 from rowstead.study.calibration.steps import Shape, Steps, StepTime, sample_batches
-from rowstead.training.progress import NoProgress
+from rowstead.training.progress import Callback
 from tests.measured_machine import measured_machine
 
 SHAPES = [
@@ -197,7 +197,7 @@ def small_run(shape: Shape = SHAPES[0], **more: Any) -> RunSpec:
     return dataclasses.replace(spec, data=dataclasses.replace(spec.data, synth=synth))
 
 
-class Listener(NoProgress):
+class Listener(Callback):
     """Keeps all messages."""
 
     def __init__(self) -> None:

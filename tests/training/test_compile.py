@@ -19,7 +19,7 @@ TRAIN = """
 import sys, threading
 from numba.core import event
 from rowstead import run
-from rowstead.training.progress import NoProgress
+from rowstead.training.progress import Callback
 from tests.small_runs import small_spec
 
 class Late(event.Listener):
@@ -31,7 +31,7 @@ class Late(event.Listener):
     def on_end(self, event):
         self.depth -= 1
 
-class Messages(NoProgress):
+class Messages(Callback):
     is_compiled = False
     def on_message(self, text):
         print(text, flush=True)

@@ -140,18 +140,27 @@ def train(
     console = terminal(quiet=int(os.environ.get("RANK", "0")) > 0)
     with loading(console, "PyTorch"):
         from rowstead import run  # after the recipe was parsed, so that mistakes in it show at once
-        from rowstead.cli.console import print_ending, progress_callback
+        from rowstead.cli.console import print_ending
+        from rowstead.training.progress_bar import progress_callback
 
     if launch.is_launched():
         launch.exit_with_launcher()
     with progress_callback(console) as callback:
         if resume is not None:
             result = run.resume(
-                resume, changes=set_, root=runs, accept_changed_log=accept_changed_log, callback=callback, profile=profile
+                resume,
+                changes=set_,
+                root=runs,
+                accept_changed_log=accept_changed_log,
+                callback=callback,
+                progress=False,
+                profile=profile,
             )
         else:
             assert spec is not None
-            result = run.train(spec, root=runs, out=out, init_from=init_from, callback=callback, profile=profile)
+            result = run.train(
+                spec, root=runs, out=out, init_from=init_from, callback=callback, progress=False, profile=profile
+            )
     print_ending(console, result, options=f" --processes {os.environ['WORLD_SIZE']}" if launch.is_launched() else "")
 
 
@@ -165,7 +174,8 @@ def evaluate(
     runs: Root = RUNS,
 ) -> None:
     """Score a run's model on its evaluation split, on another one, or on other files."""
-    from rowstead.cli.console import PlainProgress, doing, quality_rows
+    from rowstead.cli.console import doing, quality_rows
+    from rowstead.training.progress_bar import PlainProgress
     from rowstead.training.trained import evaluate as evaluate_run
 
     console = terminal()
@@ -187,8 +197,9 @@ def predict(
     runs: Root = RUNS,
 ) -> None:
     """Write click probabilities to Parquet, in the order of the log."""
-    from rowstead.cli.console import PlainProgress, doing
+    from rowstead.cli.console import doing
     from rowstead.serve.predict import predict as write_predictions
+    from rowstead.training.progress_bar import PlainProgress
 
     console = terminal()
     with doing(console, "examples") as advance:
@@ -216,8 +227,8 @@ def export(
     runs: Root = RUNS,
 ) -> None:
     """Write a torch.export program with its hashing and transforms, ready to serve raw fields."""
-    from rowstead.cli.console import PlainProgress
     from rowstead.serve.export import export as write_program
+    from rowstead.training.progress_bar import PlainProgress
 
     console = terminal()
     exported = write_program(run, to, int8=int8, root=runs, callback=PlainProgress(console))

@@ -2,146 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from rowstead.distributed.stop import exit_code_of
 from rowstead.report.terminal import count, two_columns
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Progress as TrainProgress
-from rowstead.training.progress import ProgressCallback
-
-PLAIN_EVERY_S = 5.0
-BAR_EVERY_S = 0.1
-
-
-@contextmanager
-def progress_callback(console: Console) -> Iterator[ProgressCallback]:
-    """The ProgressCallback for a console."""
-    if not console.is_terminal:
-        yield PlainProgress(console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), _Steps(), TextColumn("{task.fields[figures]}"), _TimeLeft())
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield ProgressBar(bar)
-
-
-class _Steps(MofNCompleteColumn):
-    """Steps, once there is one."""
-
-    def render(self, task: Task) -> Text:
-        return Text() if task.total is None else super().render(task)
-
-
-class _TimeLeft(TimeRemainingColumn):
-    """The time left, once there is a step."""
-
-    def render(self, task: Task) -> Text:
-        return Text() if task.total is None else Text("ETA ") + super().render(task)
-
-
-def figures_of(progress: TrainProgress) -> str:
-    """The figures of one progress line."""
-    ne = f" · NE {progress.ne:.4f}" if progress.ne is not None else ""
-    return (
-        f"{progress.samples_per_s:,.0f} samples/s · loss {progress.loss:.4f}{ne} · "
-        f"waiting for data {progress.waiting_share:.0%}"
-    )
-
-
-def quality_line(quality: Quality) -> str:
-    """An evaluation on one line."""
-    parts = [f"log loss {quality.log_loss:.4f}"]
-    parts.insert(0, f"NE {quality.ne:.4f}" if quality.ne is not None else "NE undefined (all labels are equal)")
-    if quality.auc is not None:
-        parts.append(f"AUC {quality.auc:.4f}")
-    if quality.calibration is not None:
-        parts.append(f"calibration {quality.calibration:.3f}")
-    return " · ".join(parts)
-
-
-class Throttle:
-    """Limits how often something is shown."""
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s, self._last = every_s, time.monotonic()
-
-    def is_due(self) -> bool:
-        """Whether `every_s` seconds have passed since it was last due."""
-        now = time.monotonic()
-        if now - self._last < self._every_s:
-            return False
-        self._last = now
-        return True
-
-
-class ConsoleLines:
-    """Prints evaluations and messages as lines."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def on_evaluation(self, step: int, quality: Quality) -> None:
-        self.on_message(f"step {step:,}: {quality_line(quality)}")
-
-    def on_message(self, text: str) -> None:
-        try:
-            self._console.print(text, soft_wrap=True)
-        except OSError as error:
-            if error.errno != errno.EIO:  # a terminal that is gone: SIGHUP follows
-                raise
-
-
-class ProgressBar(ConsoleLines):
-    """Shows training as a progress bar; until the first step it says that the run starts."""
-
-    def __init__(self, bar: Progress) -> None:
-        super().__init__(bar.console)
-        self._bar = bar
-        self._task = bar.add_task("starting", total=None, figures="")
-        self._throttle = Throttle(BAR_EVERY_S)
-
-    def on_step(self, progress: TrainProgress) -> None:
-        if self._throttle.is_due() or progress.step == progress.total_steps:
-            facts: dict[str, Any] = {"total": progress.total_steps, "completed": progress.step, "figures": figures_of(progress)}
-            self._bar.update(self._task, description="training", **facts)
-
-
-class PlainProgress(ConsoleLines):
-    """Prints a line every few seconds."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self._started: tuple[float, int] | None = None
-        self._throttle = Throttle(PLAIN_EVERY_S)
-
-    def on_step(self, progress: TrainProgress) -> None:
-        if self._started is None:
-            self._started = (time.monotonic(), progress.step)
-        elif self._throttle.is_due():
-            start_s, first_step = self._started
-            left_s = (time.monotonic() - start_s) / (progress.step - first_step) * (progress.total_steps - progress.step)
-            self.on_message(f"{progress_line(progress)} · {left_s:,.0f} s left")
-
-
-def progress_line(progress: TrainProgress) -> str:
-    """The progress of training on one line."""
-    return f"step {progress.step:,} of {progress.total_steps:,} · {figures_of(progress)}"
+from rowstead.training.progress_bar import PLAIN_EVERY_S, Throttle, quality_line
 
 
 def quality_rows(quality: Quality) -> list[tuple[str, str]]:

@@ -10,11 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rowstead.cli.console import PLAIN_EVERY_S, ConsoleLines, Throttle, progress_line
 from rowstead.fleet.fleet_figures import FleetCallback, RoleRow
 from rowstead.report.terminal import build_table
 from rowstead.spec.sizes import format_bytes
 from rowstead.training.progress import Progress
+from rowstead.training.progress_bar import PLAIN_EVERY_S, ConsoleLines, Throttle, progress_line
 
 HEADINGS = ("role", "samples/s", "queue", "waiting", "CPU", "memory", "in/s", "out/s", "restarts")
 
@@ -49,7 +49,7 @@ def role_table(rows: Sequence[RoleRow]) -> Table:
     return build_table(HEADINGS, map(cells, rows), numbers=HEADINGS[1:])
 
 
-class LiveFleet(ConsoleLines):
+class LiveFleet(ConsoleLines, FleetCallback):
     """Shows the table and a progress line, updated in place."""
 
     def __init__(self, live: Live) -> None:
@@ -70,7 +70,7 @@ class LiveFleet(ConsoleLines):
         self._live.update(Group(role_table(self._rows), Text(self._line)))
 
 
-class PlainFleet(ConsoleLines):
+class PlainFleet(ConsoleLines, FleetCallback):
     """Prints a progress line and a line about the roles every few seconds."""
 
     def __init__(self, console: Console) -> None:

@@ -10,8 +10,6 @@ import typer
 from rowstead.report.terminal import build_table, print_wide, terminal
 from rowstead.spec.errors import RowsteadError
 
-MEMORY_BYTES = 256 << 20
-"""For counting ids."""
 MAX_ROWS = 10_000_000
 
 
@@ -28,11 +26,8 @@ def init(
 ) -> None:
     """Look at a log and write a recipe for it, which trains as it is."""
     from rowstead.cli.console import doing
-    from rowstead.data.describe import describe
-    from rowstead.data.file_log import open_file_log
     from rowstead.data.files import choose_file_log
-    from rowstead.data.first_recipe import write_recipe
-    from rowstead.data.survey import refine, survey
+    from rowstead.data.first_recipe import look_at, write_recipe
 
     if out.exists() and not overwrite:
         raise RowsteadError(f"{out} exists: choose another --out, or pass --overwrite")
@@ -40,11 +35,8 @@ def init(
         raise RowsteadError(f"there is no folder {out.parent} to write {out.name} into")
     console = terminal()
     spec = choose_file_log(tuple(log), label=label)
-    found = survey(spec)
     with doing(terminal(stderr=True), "rows") as advance:
-        blocks = open_file_log(spec, found.features, split="all").raw_blocks(max_rows)
-        statistics = describe(blocks, found.features, memory_bytes=MEMORY_BYTES, progress=lambda rows: advance(rows, 0))
-    found = refine(found, statistics)
+        found, statistics = look_at(spec, max_rows=max_rows, progress=lambda rows: advance(rows, 0))
     out.write_text(write_recipe(spec, found, statistics), encoding="utf-8")
     rows = [(plan.name, str(plan.type), _use(plan.use), plan.why) for plan in found.columns]
     print_wide(console, build_table(("column", "type", "used as", ""), rows, title=f"{found.num_rows:,} rows"))

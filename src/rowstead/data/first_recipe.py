@@ -4,25 +4,72 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
 from rowstead.data.csv_cells import type_name
-from rowstead.data.survey import ColumnPlan, Survey
+from rowstead.data.describe import describe
+from rowstead.data.file_log import open_file_log
+from rowstead.data.files import choose_file_log
+from rowstead.data.survey import ColumnPlan, Survey, refine, survey
+from rowstead.data.tables import given_files, list_files
+from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.report.terminal import printable
 from rowstead.spec.data import CsvSpec, FileLogSpec
 from rowstead.spec.features import DenseFeatureSpec, SparseFeatureSpec
 from rowstead.spec.parse import to_plain
+from rowstead.spec.run import RunSpec
 from rowstead.spec.statistics import DenseStatistics, LogStatistics, SparseStatistics
+from rowstead.spec.yaml_text import read_text
 
+MEMORY_BYTES = 256 << 20
+"""For counting ids."""
+MAX_ROWS = 10_000_000
 STEPS_PER_EPOCH = 500
 """The batch size is chosen for about so many steps, within BATCH_SIZES."""
 BATCH_SIZES = (64, 4096)
 
 
-def write_recipe(log: FileLogSpec, found: Survey, statistics: LogStatistics) -> str:
-    """The text of a recipe for the features of a survey, which `refine` has completed."""
-    return "\n".join(_lines(log, found, statistics)) + "\n"
+def first_recipe(
+    data: Any,
+    *,
+    label: str = "label",
+    name: str | None = None,
+    out: Path | str | None = None,
+    root: Path | str = DEFAULT_ROOT,
+    max_rows: int = MAX_ROWS,
+) -> RunSpec:
+    """Look at a log and return a recipe for it, which trains as it is: what `rowstead init` writes.
+
+    `data` is a DataFrame, an Arrow table, a dict of columns, or paths (a file, folder, glob or URL, or a list of them); a table is
+    written once to `tables/` under `root`. `label` is the label column, `name` that of the runs. Ids are counted in about `max_rows`
+    rows. `out` is a file for the recipe as YAML, with comments that say why.
+    """
+    paths = given_files(data, Path(root))
+    log = choose_file_log(paths, label=label)
+    found, statistics = look_at(log, max_rows=max_rows)
+    if name is None:
+        name = recipe_name(log.train) if list_files(data) is not None else "table"
+    text = write_recipe(log, found, statistics, name=name)
+    if out is not None:
+        Path(out).write_text(text, encoding="utf-8")
+    return RunSpec.from_dict(read_text(text, what="the recipe"))
+
+
+def look_at(
+    log: FileLogSpec, *, max_rows: int = MAX_ROWS, progress: Callable[[int], None] | None = None
+) -> tuple[Survey, LogStatistics]:
+    """What each column of a log can be, and its statistics; `progress` is called with the number of rows counted."""
+    found = survey(log)
+    blocks = open_file_log(log, found.features, split="all").raw_blocks(max_rows)
+    statistics = describe(blocks, found.features, memory_bytes=MEMORY_BYTES, progress=progress)
+    return refine(found, statistics), statistics
+
+
+def write_recipe(log: FileLogSpec, found: Survey, statistics: LogStatistics, *, name: str | None = None) -> str:
+    """The text of a recipe for what `look_at` has found."""
+    return "\n".join(_lines(log, found, statistics, name or recipe_name(log.train))) + "\n"
 
 
 def recipe_name(paths: Sequence[str]) -> str:
@@ -37,12 +84,12 @@ def choose_batch_size(num_rows: int) -> int:
     return min(max(1 << (wanted.bit_length() - 1), BATCH_SIZES[0]), BATCH_SIZES[1])
 
 
-def _lines(log: FileLogSpec, found: Survey, statistics: LogStatistics) -> Iterator[str]:
+def _lines(log: FileLogSpec, found: Survey, statistics: LogStatistics, name: str) -> Iterator[str]:
     rate = statistics.label_mean
     yield f"# Written by `rowstead init` from {found.num_rows:,} rows. Train it with `rowstead train`, and change what you know better."
     if statistics.num_rows < found.num_rows:
         yield f"# Figures are of {statistics.num_rows:,} of them, spread over the log: there may be more ids in all."
-    yield f"name: {recipe_name(log.train)}"
+    yield f"name: {_flow(name)}"
     yield "data:"
     yield f"  {log.kind}:"
     yield f"    train: {_flow(list(log.train)) if len(log.train) > 1 else _flow(log.train[0])}"

@@ -26,7 +26,7 @@ from rowstead.fleet.build import (
 )
 from rowstead.fleet.earlier_part import check_resumable, count_done_batches, describe_resume, stop_earlier_run
 from rowstead.fleet.evaluate_and_save import EvaluateAndSave, run_in_background, wait_for
-from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures, NoFleetProgress
+from rowstead.fleet.fleet_figures import FleetCallback, FleetFigures
 from rowstead.fleet.fork_server import ForkServer
 from rowstead.fleet.gathered_model import GatheredModel, LocalTablesModel
 from rowstead.fleet.local_process import POLL_INTERVAL_S, role_environment
@@ -80,7 +80,7 @@ def train_fleet(
     """
     spec = resolve_fleet(spec)
     _check_process(fleet_of(spec))
-    callback = callback or NoFleetProgress()
+    callback = callback or FleetCallback()
     if out is not None:
         RunFolder.check_free(out)
     initial = None
@@ -110,7 +110,7 @@ def resume_fleet(
 
     A log whose files have changed is refused unless `accept_changed_log`.
     """
-    callback = callback or NoFleetProgress()
+    callback = callback or FleetCallback()
     folder = RunFolder.open(run, root)  # may be its `best`
     spec = folder.read_spec()
     _check_process(fleet_of(spec))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleFiles
@@ -16,7 +16,7 @@ from rowstead.records.usage import perf_traffic_bytes
 from rowstead.spec.fleet import RoleKind
 from rowstead.spec.heads import HEADS
 from rowstead.spec.run import RunSpec
-from rowstead.training.progress import NoProgress, Position, Progress, ProgressCallback
+from rowstead.training.progress import Callback, Position, Progress
 
 SERVER_COUNTS = (
     "num_batches_repeated",
@@ -65,16 +65,11 @@ class RoleRow:
     num_restarts: int = 0
 
 
-class FleetCallback(ProgressCallback, Protocol):
-    """A ProgressCallback that also gets the live table, about twice a second."""
+class FleetCallback(Callback):
+    """A Callback that also gets the live table. Of a Callback's methods, fleets call `on_step`, `on_evaluation` and `on_message`."""
 
-    def on_roles(self, rows: Sequence[RoleRow]) -> None: ...
-
-
-class NoFleetProgress(NoProgress):
-    """No-op fleet callback."""
-
-    def on_roles(self, rows: Sequence[RoleRow]) -> None: ...
+    def on_roles(self, rows: Sequence[RoleRow]) -> None:
+        """Called with a row for each role, about twice a second."""
 
 
 def role_row(name: str, state: str, usage: UsageReader, *, num_restarts: int = 0, num_threads: int = 1) -> RoleRow:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -12,16 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rowstead.data.batch import Batch
+from rowstead.data.row_encoder import RowEncoder
 from rowstead.nn import layers
 from rowstead.nn.heads import head_of
+from rowstead.nn.nearest import Metric, nearest
 from rowstead.nn.network import Network, NetworkInputs, build_network
-from rowstead.spec.errors import DataError, RowsteadError
-from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.errors import DataError, RowsteadError, did_you_mean
+from rowstead.spec.features import FeaturesSpec, Table
 from rowstead.spec.heads import HeadKind
 from rowstead.spec.interactions import INTERACTIONS, InteractionInputs
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.network_options import DLRMSpec
 from rowstead.stores.base import EmbeddingStore
+
+PREDICT_BATCH = 16_384
+"""Raw rows are predicted this many at a time, to bound the memory."""
+ROWS_AT_ONCE = 1 << 20
+"""Of a table are copied at a time."""
 
 
 class DLRMNetwork(Network):
@@ -78,14 +84,14 @@ class DLRM(nn.Module):
         *,
         head: HeadKind = "bce",
         negative_keep_rate: float = 1.0,
-        encode: Callable[[Mapping[str, Any]], Batch] | None = None,
+        encoder: RowEncoder | None = None,
     ) -> None:
         super().__init__()
         self.store = store
         self.net = build_network(spec, features, store.tables)
         self.head = head_of(head)
         self.log_keep_rate = math.log(negative_keep_rate)
-        self._encode = encode
+        self._encoder = encoder
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B] as of the training log, whose negatives may be downsampled."""
@@ -103,13 +109,61 @@ class DLRM(nn.Module):
 
     @torch.no_grad()
     def predict(self, rows: Any) -> Any:
-        """Click probabilities [B], corrected for downsampled negatives: of a Batch as a tensor, of raw columns (see `encode`) as an array."""
+        """Click probabilities [B], corrected for downsampled negatives.
+
+        Of raw rows (a DataFrame, an Arrow table, a dict of columns: see `encode`) as a float32 array, of a Batch as a tensor.
+        """
         if not isinstance(rows, Batch):
-            return self.predict(self.encode(rows).to(next(self.net.parameters()).device)).cpu().numpy()
+            device = next(self.net.parameters()).device
+            batches = self._raw_encoder.batches(rows, PREDICT_BATCH)
+            return np.concatenate(
+                [np.empty(0, np.float32), *(self.predict(batch.to(device)).cpu().numpy() for batch in batches)]
+            )
         return self.head.predict(self(rows) + self.log_keep_rate)
 
     def encode(self, columns: Any) -> Batch:
         """Encode raw rows with the transforms and the hashing of training: a pandas DataFrame, an Arrow table, or names to lists or arrays."""
-        if self._encode is None:
-            raise RowsteadError("only a model from `rowstead.load` can encode raw columns")
-        return self._encode(columns)
+        return self._raw_encoder.encode(columns)
+
+    def row_of(self, feature: str, ids: Any) -> NDArray[np.int64]:
+        """The rows [n] of a sparse feature's table that ids [n] are hashed to; -1 where an id is missing."""
+        return self._raw_encoder.row_of(feature, ids)
+
+    @torch.no_grad()
+    def embeddings(self, name: str, ids: Any = None) -> NDArray[np.float32]:
+        """Embedding rows as an array [n, width]: those of `ids` of a sparse feature, or all rows of its table; zeros where an id is missing.
+
+        `name` is a feature's or a table's. The array is float32 and C-contiguous, as FAISS takes it.
+        """
+        table = self._table_of(name)
+        rows = np.arange(table.num_rows) if ids is None else self.row_of(name, ids)
+        found = np.zeros((len(rows), table.width), np.float32)
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[start : start + ROWS_AT_ONCE]
+            values = self.store.rows(table.name, torch.from_numpy(np.maximum(part, 0)).to(self.store.device or "cpu"))
+            found[start : start + len(part)] = values.float().cpu().numpy()
+        found[rows < 0] = 0
+        return found
+
+    def nearest(
+        self, feature: str, ids: Any, k: int = 10, *, among: Any = None, metric: Metric = "cosine"
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The `k` nearest of the ids `among` to each of `ids`, by exact search: scores [n, k], best first, and indices [n, k] into `among`.
+
+        Without `among` the indices are rows of the feature's table. `metric` is `cosine` or `dot`.
+        """
+        return nearest(self.embeddings(feature, ids), self.embeddings(feature, among), k, metric=metric)
+
+    @property
+    def _raw_encoder(self) -> RowEncoder:
+        if self._encoder is None:
+            raise RowsteadError("only a model from `rowstead.load` knows how training encoded raw columns")
+        return self._encoder
+
+    def _table_of(self, name: str) -> Table:
+        names = self._raw_encoder.feature_names
+        for table in self.store.tables:
+            if table.name == name or (name in names and names.index(name) in table.features):
+                return table
+        known = dict.fromkeys([*names, *(table.name for table in self.store.tables)])
+        raise RowsteadError(f"no sparse feature or table `{name}`: {did_you_mean(name, known)}")

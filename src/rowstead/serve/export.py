@@ -19,7 +19,7 @@ from rowstead.spec.errors import RowsteadError
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import to_plain
 from rowstead.spec.sizes import format_bytes
-from rowstead.training.progress import ProgressCallback
+from rowstead.training.progress import Callback
 from rowstead.training.trained import open_run
 
 ARGUMENTS = {
@@ -47,7 +47,7 @@ class ExportSummary:
 
 
 def export(
-    run: str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None
+    run: Path | str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, callback: Callback | None = None
 ) -> ExportSummary:
     """Write a run's model into the new folder `to`: `program.pt2` and `inputs.json`, both or nothing."""
     to = Path(to)

@@ -85,7 +85,7 @@ def load_exported(folder: Path | str) -> Exported:
     return Exported(folder)
 
 
-def is_exported(name: str, root: Path | str) -> bool:
+def is_exported(name: Path | str, root: Path | str) -> bool:
     """Whether `name` is the folder of an exported model rather than a run, or a run's name under `root`."""
     return (Path(name) / INPUTS).is_file() and not (Path(root) / name / "spec.yaml").is_file()
 

@@ -24,7 +24,7 @@ from rowstead.spec.data import list_paths
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.training.device import choose_device
 from rowstead.training.evaluate import EVAL_BATCH, predict_logits
-from rowstead.training.progress import ProgressCallback
+from rowstead.training.progress import Callback
 from rowstead.training.trained import open_run
 
 Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
@@ -58,14 +58,14 @@ class _Scoring:
 
 
 def predict(
-    run: str,
+    run: Path | str,
     out: Path | str,
     *,
     data: str | Sequence[str] | None = None,
     keep: Sequence[str] = (),
     overwrite: bool = False,
     root: Path | str = DEFAULT_ROOT,
-    callback: ProgressCallback | None = None,
+    callback: Callback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PredictSummary:
     """Write a Parquet file with one row for each row of the log, in its order.
@@ -116,7 +116,7 @@ def _is_same(one: str, other: Path) -> bool:
     return other.exists() and os.path.samefile(one, other)
 
 
-def _open_run(run: str, data: str | Sequence[str] | None, root: Path | str, callback: ProgressCallback | None) -> _Scoring:
+def _open_run(run: Path | str, data: str | Sequence[str] | None, root: Path | str, callback: Callback | None) -> _Scoring:
     trained = open_run(run, root=root, callback=callback)
     spec, model = trained.spec, trained.model
     source = trained.source(data, needs_label=False)
@@ -140,7 +140,7 @@ def _open_run(run: str, data: str | Sequence[str] | None, root: Path | str, call
     )
 
 
-def _open_exported(folder: str, data: str | Sequence[str] | None) -> _Scoring:
+def _open_exported(folder: Path | str, data: str | Sequence[str] | None) -> _Scoring:
     if not data:
         raise DataError(f"{folder} is an exported model, which has no evaluation split: name the log with --data")
     model = Exported(folder)

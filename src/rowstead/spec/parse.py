@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import numbers
 import sys
 import types
 import typing
@@ -70,7 +71,7 @@ def _convert(kind: Any, value: Any) -> Any:
             raise SpecError("", f"expected {describe_type(kind)}, got {_shown(value)}")
         return {str(key): _convert_within(str(key), args[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return parse(kind, value)
+        return value if isinstance(value, kind) else parse(kind, value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and (number := _number(value)) is not None and number % 1 == 0:
@@ -132,9 +133,9 @@ def _number(value: Any) -> int | float | None:
         except ValueError:
             return None
         is_infinite = math.isinf(number) and "inf" not in value.lower()
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = value
-        is_infinite = isinstance(value, int) and abs(value) > sys.float_info.max
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):  # NumPy's numbers are, too
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        is_infinite = isinstance(number, int) and abs(number) > sys.float_info.max
     else:
         return None
     if is_infinite:

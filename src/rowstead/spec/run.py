@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.network_options import NetworkShape
 from rowstead.spec.networks import NETWORKS, BuiltinNetwork, make_absolute
-from rowstead.spec.parse import errors_in, find_file, merge, override, parse, shipped_names
+from rowstead.spec.parse import errors_in, find_file, merge, override, parse, shipped_names, to_plain
 from rowstead.spec.placement import MemorySpec, PlacementSpec, rules_for
 from rowstead.spec.train import TrainSpec
 from rowstead.spec.yaml_text import read_yaml
@@ -149,6 +149,16 @@ class RunSpec(Spec):
         if self.memory.folder is None and any(rule.where == "ssd" for rule in rules.values()):
             object.__setattr__(self, "memory", dataclasses.replace(self.memory, folder="."))
 
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunSpec:
+        """A spec from a dict with the content of a recipe, `base` included, with `key.path=value` overrides applied."""
+        return parse(cls, override(_merge_base(plain, None), overrides))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole recipe as dicts, lists and plain values, which `from_dict` and YAML take."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
     @property
     def scaled_fleet(self) -> FleetSpec | None:
         """The fleet to start: the recipe's, at its scale."""
@@ -194,19 +204,23 @@ def read_recipe(name_or_path: str, num_above: int = 0) -> Any:
     That recipe, and the file of a network of the user's own, are looked for beside it, too.
     """
     path = find_recipe(name_or_path)
-    plain = read_yaml(path)
-    if isinstance(plain, dict) and "base" in plain:
-        require(
-            num_above < MAX_BASES, "base", f"recipes are based on one another, more than {MAX_BASES} in a row or in a circle"
-        )
-        base, changes = str(plain["base"]), {key: value for key, value in plain.items() if key != "base"}
-        file = near if (near := path.parent / base).is_file() else find_recipe(base)
-        require(not file.samefile(path), "base", "names this recipe itself")
-        plain = merge(read_recipe(str(file), num_above + 1), changes)
+    plain = _merge_base(read_yaml(path), path, num_above)
     model = plain.get("model") if isinstance(plain, dict) else None
     if isinstance(model, dict) and isinstance(network := model.get("network"), str):
         plain = {**plain, "model": {**model, "network": make_absolute(network, [path.parent])}}
     return plain
+
+
+def _merge_base(plain: Any, path: Path | None, num_above: int = 0) -> Any:
+    """The plain content of a recipe, from the file at `path` if it has one, on top of its `base` if it names one."""
+    if not isinstance(plain, Mapping) or "base" not in plain:
+        return plain
+    require(num_above < MAX_BASES, "base", f"recipes are based on one another, more than {MAX_BASES} in a row or in a circle")
+    base, changes = str(plain["base"]), {key: value for key, value in plain.items() if key != "base"}
+    near = None if path is None else path.parent / base
+    file = near if near is not None and near.is_file() else find_recipe(base)
+    require(path is None or not file.samefile(path), "base", "names this recipe itself")
+    return merge(read_recipe(str(file), num_above + 1), changes)
 
 
 def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> RunSpec:

@@ -17,7 +17,7 @@ from rowstead.study.points import Point
 from rowstead.study.run_points import PointRunner
 from rowstead.training.device import check_precision
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import Progress
+from rowstead.training.progress import Callback
 
 CONSTANT_NE = 1.0
 """NE of always predicting the mean label: the objective of a run that diverged."""
@@ -59,17 +59,13 @@ def objective_in(figures: dict[str, float]) -> float | None:
     return figures.get("ne_expected", figures.get("ne"))
 
 
-class _PruningCallback:
-    """A ProgressCallback that reports each evaluation but the last, and prunes the run."""
+class _PruningCallback(Callback):
+    """A Callback that reports each evaluation but the last, and prunes the run."""
 
     def __init__(self, is_bad: Callable[[int, float], bool], last_step: int | None) -> None:
         self._is_bad = is_bad
         self._last_step = last_step
         self._number = 0
-
-    def on_step(self, progress: Progress) -> None: ...
-
-    def on_message(self, text: str) -> None: ...
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
         self._number += 1
@@ -84,7 +80,7 @@ def run_trial(spec: RunSpec, folder: Path, *, is_bad: Callable[[int, float], boo
     shutil.rmtree(folder, ignore_errors=True)
     try:
         check_precision(spec)
-        result = run.train(spec, out=folder, callback=_PruningCallback(is_bad, num_steps_of(spec)))
+        result = run.train(spec, out=folder, callback=_PruningCallback(is_bad, num_steps_of(spec)), progress=False)
         record = result.record
         if record is None:
             raise KeyboardInterrupt(result.stopped_by)  # the loop has handled the signal

@@ -55,7 +55,7 @@ def _failure_of(job: dict[str, Any], running: list[subprocess.Popen[bytes]]) -> 
             return _by_command(job, running)
         from rowstead import run
 
-        run.train(spec, out=job["out"])
+        run.train(spec, out=job["out"], progress=False)
     except RowsteadError as error:
         return str(error)
     except MemoryError as error:

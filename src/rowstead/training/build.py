@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 
-from rowstead.data.batch import Batch
+from rowstead.data.row_encoder import RowEncoder
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import ShardPlan, auto_shards, plan_shards
@@ -29,7 +26,7 @@ def build_model(
     device: torch.device,
     *,
     trains: bool,
-    encode: Callable[[Mapping[str, Any]], Batch] | None = None,
+    encoder: RowEncoder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
     placement: Placement | None = None,
     store: EmbeddingStore | None = None,
@@ -44,7 +41,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         keep_rate = spec.data.negative_keep_rate
-        model = DLRM(spec.model, spec.features, store, head=spec.train.loss, negative_keep_rate=keep_rate, encode=encode)
+        model = DLRM(spec.model, spec.features, store, head=spec.train.loss, negative_keep_rate=keep_rate, encoder=encoder)
     return model.to(device)
 
 

@@ -350,6 +350,7 @@ class Loop:
         if written.path.parent.name != BEST:
             self._changes.saved(written.path, written.increment)
             self.reporter.write("checkpoint", written.step, {"write_s": written.write_s, "waited_s": written.waited_s})
+        self.reporter.on_checkpoint(written.step, written.path)
         if warning := written.warning:
             self.reporter.on_message(warning)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from rowstead.data.batch import Sparse
 from rowstead.data.row_order import Cursor
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
+from rowstead.spec.record import Record
+from rowstead.spec.run import RunSpec
 from rowstead.spec.train import EarlyStopSpec, TrainSpec
 from rowstead.training.metrics import Quality
 
@@ -107,27 +110,61 @@ class EarlyStopping:
         return rule is not None and self._position.evaluations_since_best >= rule.patience
 
 
-class ProgressCallback(Protocol):
-    """Callbacks of a run. The training thread calls them, so they must return quickly."""
+class Callback:
+    """Follows a run of `rowstead.train`: derive from it, and define the methods that you need; the others do nothing.
+
+    The training thread calls them, so they must return quickly. Of several processes only the first calls them. An exception that a
+    method raises ends the run.
+    """
+
+    def on_start(self, spec: RunSpec, folder: Path) -> None:
+        """Called before the first step, or the first one after a resume, with the resolved recipe and the run's folder."""
 
     def on_step(self, progress: Progress) -> None:
         """Called after every step."""
 
     def on_evaluation(self, step: int, quality: Quality) -> None:
-        """Called after every evaluation."""
+        """Called after every evaluation on the evaluation split; `quality.figures()` has its numbers by name."""
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Called once a checkpoint of a step is complete, with its folder; old ones are removed later."""
 
     def on_message(self, text: str) -> None:
         """Called with one line of text for the user."""
 
+    def on_end(self, record: Record | None) -> None:
+        """Called once the run has ended, with what it measured; None if it was interrupted. Not called for a run that fails."""
 
-class NoProgress:
-    """No-op progress callback."""
 
-    def on_step(self, progress: Progress) -> None: ...
+class CallbackList(Callback):
+    """Calls several callbacks in order."""
 
-    def on_evaluation(self, step: int, quality: Quality) -> None: ...
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = tuple(callbacks)
 
-    def on_message(self, text: str) -> None: ...
+    def on_start(self, spec: RunSpec, folder: Path) -> None:
+        for callback in self._callbacks:
+            callback.on_start(spec, folder)
+
+    def on_step(self, progress: Progress) -> None:
+        for callback in self._callbacks:
+            callback.on_step(progress)
+
+    def on_evaluation(self, step: int, quality: Quality) -> None:
+        for callback in self._callbacks:
+            callback.on_evaluation(step, quality)
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        for callback in self._callbacks:
+            callback.on_checkpoint(step, folder)
+
+    def on_message(self, text: str) -> None:
+        for callback in self._callbacks:
+            callback.on_message(text)
+
+    def on_end(self, record: Record | None) -> None:
+        for callback in self._callbacks:
+            callback.on_end(record)
 
 
 class MovingLoss:
@@ -182,16 +219,14 @@ class MeanIds:
         return {} if self._num_ids is None else {"mean_ids": (self._num_ids / self._num_samples).tolist()}
 
 
-class RunReporter:
-    """A `ProgressCallback` that writes to the run's folder and then calls another callback.
+class RunReporter(Callback):
+    """A `Callback` that writes to the run's folder and then calls another callback.
 
     Without a `folder` nothing is written, as in all processes of a job but the first. `resumed_step` is the step of the checkpoint
     that a resumed run starts from: later events of its earlier part no longer count.
     """
 
-    def __init__(
-        self, folder: Path | None, callback: ProgressCallback, *, log_every: int, resumed_step: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path | None, callback: Callback, *, log_every: int, resumed_step: int | None = None) -> None:
         self._callback, self._log_every = callback, log_every
         self._logged_step = resumed_step or 0
         self._events = self._scalars = None
@@ -215,6 +250,10 @@ class RunReporter:
         if self._events is not None and quality.reliability is not None:
             self._events.write("calibration", step=step, **vars(quality.reliability))
         self._callback.on_evaluation(step, quality)
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Report a complete checkpoint."""
+        self._callback.on_checkpoint(step, folder)
 
     def on_message(self, text: str) -> None:
         """Report one line of text for the user."""

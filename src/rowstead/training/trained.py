@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rowstead.data.batch import Batch
-from rowstead.data.columns import ColumnReader, IdKinds
+from rowstead.data.columns import IdKinds
 from rowstead.data.encode import Encoder
 from rowstead.data.file_log import open_file_log
 from rowstead.data.file_source import FileSource
 from rowstead.data.open_log import files_like, open_split
+from rowstead.data.row_encoder import RowEncoder
 from rowstead.data.source import Source
-from rowstead.data.transforms import DenseTransforms, RowRule
+from rowstead.data.tables import as_files
+from rowstead.data.transforms import DenseTransforms
 from rowstead.nn.dlrm import DLRM
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import versions
@@ -32,7 +33,7 @@ from rowstead.training.checkpoint_fits import architecture, check_fits, id_kinds
 from rowstead.training.device import choose_device, set_threads
 from rowstead.training.evaluate import evaluate as evaluate_model
 from rowstead.training.metrics import Quality
-from rowstead.training.progress import NoProgress, ProgressCallback
+from rowstead.training.progress import Callback
 from rowstead.training.step import load_model
 
 
@@ -62,7 +63,7 @@ class TrainedRun:
 
 
 def open_run(
-    run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None, in_memory: bool = False
+    run: Path | str, *, root: Path | str = DEFAULT_ROOT, callback: Callback | None = None, in_memory: bool = False
 ) -> TrainedRun:
     """Open a run by its name under `root`, its folder, or `last`; `callback` gets a message about a damaged checkpoint.
 
@@ -70,7 +71,7 @@ def open_run(
     """
     folder = RunFolder.open(run, root)
     spec = folder.read_spec()
-    on_message = (callback or NoProgress()).on_message
+    on_message = (callback or Callback()).on_message
 
     def check(saved: checkpoint.Checkpoint) -> None:
         check_fits(spec, saved, on_message, with_optimizer=False)
@@ -78,30 +79,46 @@ def open_run(
     saved = checkpoint.load_latest(folder.checkpoints, on_message, check=check)
     transforms, id_kinds = transforms_in(spec, saved), id_kinds_in(spec, saved)
     placed = dataclasses.replace(spec, placement="auto", memory=MemorySpec()) if in_memory else spec
-    model = build_model(placed, torch.device("cpu"), trains=False, encode=_build_encode(spec, transforms, id_kinds))
+    model = build_model(
+        placed, torch.device("cpu"), trains=False, encoder=RowEncoder(spec.features, spec.tables, transforms, id_kinds)
+    )
     load_model(model, saved.tensors, with_optimizer=False)
     rate = position_in(saved).train_rate(spec.data.negative_keep_rate)
     return TrainedRun(spec=spec, model=model.eval(), transforms=transforms, id_kinds=id_kinds, train_rate=rate)
 
 
-def load(run: str, *, root: Path | str = DEFAULT_ROOT, callback: ProgressCallback | None = None) -> DLRM:
-    """Load the trained model of a run: a torch module on the CPU that can also `predict` and `encode`."""
+def load(run: Path | str, *, root: Path | str = DEFAULT_ROOT, callback: Callback | None = None) -> DLRM:
+    """Load the trained model of a run: its folder, its name under `root`, or `last`. A torch module on the CPU."""
     return open_run(run, root=root, callback=callback).model
 
 
 def evaluate(
-    run: str,
+    run: Path | str,
     *,
-    data: str | Sequence[str] | None = None,
+    data: Any = None,
     split: SplitName = "eval",
     source: Source | None = None,
     root: Path | str = DEFAULT_ROOT,
-    callback: ProgressCallback | None = None,
+    callback: Callback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Evaluate a run's model on a split of its log, on other files, or on a source that was encoded for it."""
-    trained = open_run(run, root=root, callback=callback)
-    source = source or trained.source(data, split=split)
+    """Evaluate a run's model on a split of its log, or on other `data`: a DataFrame, an Arrow table, a dict of columns, or paths.
+
+    `source` is one that was encoded for the model. `progress` is called with the number of examples done and of all examples.
+    """
+    with as_files(data) as files:
+        return _evaluate(open_run(run, root=root, callback=callback), files, split, source, callback, progress)
+
+
+def _evaluate(
+    trained: TrainedRun,
+    files: Sequence[str] | None,
+    split: SplitName,
+    source: Source | None,
+    callback: Callback | None,
+    progress: Callable[[int, int], None] | None,
+) -> Quality:
+    source = source or trained.source(files, split=split)
     device = choose_device(trained.spec)
     if not trained.model.store.moves_with_module:
         device = torch.device("cpu")  # tables that do not fit in GPU memory stay where they are
@@ -128,16 +145,3 @@ def checkpoint_facts(spec: RunSpec, transforms: Any, id_kinds: IdKinds) -> dict[
         "id_kinds": id_kinds,
         "versions": versions(),
     }
-
-
-def _build_encode(spec: RunSpec, transforms: DenseTransforms, id_kinds: IdKinds) -> Callable[[Mapping[str, Any]], Batch]:
-    """A function from raw columns to a Batch, encoded as in training; it refuses bad rows."""
-    encoder = Encoder(spec.features, spec.tables, transforms)
-    columns, rule = ColumnReader(spec.features, id_kinds=id_kinds), RowRule(spec.features)
-
-    def encode(raw: Mapping[str, Any]) -> Batch:
-        block = columns.block(raw)
-        rule.refuse(block)
-        return encoder.encode(block)
-
-    return encode

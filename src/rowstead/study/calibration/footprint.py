@@ -53,7 +53,7 @@ def main() -> None:
 
     spec = parse(RunSpec, json.loads(sys.stdin.read()))
     with tempfile.TemporaryDirectory() as folder:
-        result = train(spec, out=Path(folder) / "run")
+        result = train(spec, out=Path(folder) / "run", progress=False)
     assert result.record is not None
     print(json.dumps(result.record.figures["peak_memory_bytes"]))
 
