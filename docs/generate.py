@@ -1,5 +1,5 @@
 """Writes the pages that follow from something else: docs/configuration.md from the specs, docs/cli.md from `--help`,
-docs/performance.md from the results of benchmarks.
+docs/api.md from docstrings, docs/performance.md from the results of benchmarks.
 
 python -m docs.generate            write them
 python -m docs.generate --check    write nothing; exit 1 and name the pages that are stale
@@ -20,6 +20,7 @@ from typing import Any
 
 import typer
 
+from docs.api_page import api_page
 from docs.results import performance_page
 from rowstead.cli.app import app
 from rowstead.spec.heads import HEADS
@@ -56,8 +57,19 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration_page(),
         DOCS / "cli.md": cli_page(),
+        DOCS / "api.md": api_page(
+            NOTE.format(source="the docstrings of what src/rowstead/__init__.py lists"), sections_by_class()
+        ),
         DOCS / "performance.md": performance_page(NOTE.format(source="docs/results.py or the files under benchmarks/results/")),
     }
+
+
+def sections_by_class() -> dict[str, tuple[str, str]]:
+    """The title and anchor of each spec class's first section in configuration.md."""
+    found: dict[str, tuple[str, str]] = {}
+    for section in sections_of(Section("", RunSpec)):
+        found.setdefault(section.spec.__name__, (section.title, section.anchor))
+    return found
 
 
 # configuration.md

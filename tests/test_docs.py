@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+import rowstead
 from docs import generate
 from docs.pictures import make
 from rowstead.cli.app import app
@@ -181,3 +182,9 @@ def test_a_shown_recipe_can_be_parsed(block: Block) -> None:
 def test_shown_python_is_python(block: Block) -> None:
     if not block.text.lstrip().startswith(">>>"):
         ast.parse(block.text)
+
+
+def test_every_section_of_a_recipe_is_a_public_class() -> None:
+    sections = generate.sections_by_class()
+    assert len(sections) > 15
+    assert [name for name in sections if not hasattr(rowstead, name)] == []

@@ -37,6 +37,7 @@ _MODULES = {
     "predict": "rowstead.serve.predict",
     "export": "rowstead.serve.export",
     "load_exported": "rowstead.serve.exported",
+    "Exported": "rowstead.serve.exported",
     "Batch": "rowstead.data.batch",
     "Sparse": "rowstead.data.batch",
     "sparse_from_kjt": "rowstead.data.batch",
