@@ -291,6 +291,7 @@ class Loop:
                 max_samples=max_samples,
                 process_group=self.process_group,
                 train_rate=self.position.train_rate(self.spec.data.negative_keep_rate),
+                top_k=self.spec.train.eval_top_k,
             )
         self.reporter.on_evaluation(self.position.step, quality)
         return quality
@@ -308,8 +309,9 @@ class Loop:
                 negative_keep_rate=keep_rate,
                 process_group=self.process_group,
                 train_rate=self.position.train_rate(keep_rate),
+                top_k=self.spec.train.eval_top_k,
             )
-        self.reporter.write("test", self.position.step, quality.figures())
+        self.reporter.on_test(self.position.step, quality)
         return quality
 
     def save(self, *, wait: bool = True) -> None:
