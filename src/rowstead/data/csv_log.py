@@ -34,12 +34,11 @@ class CsvLog(FileLog):
 
     @classmethod
     def read_file_schema(cls, spec: CsvSpec, file: LogFile) -> pa.Schema:
-        sample = _Sample(spec, file)
-        types = sample.types(as_ids=None)
-        return pa.schema([(name, _settle(types[name], is_id=True)) for name in sample.form.names])
+        types = _Sample(spec, file).types(as_ids=None)
+        return pa.schema([(name, pa.string() if pa.types.is_null(kind) else kind) for name, kind in types.items()])
 
     def _open_files(self) -> None:
-        sample = _Sample(self.spec, self.files[0])
+        sample = _Sample(self.spec, self.files[0], may_lack=self.split == "all")
         self._separator = sample.form.separator
         ids = frozenset(self.columns.sparse) - {*self.columns.dense, *self.columns.scalars.values()}
         self._types = {name: _settle(kind, name in ids) for name, kind in sample.types(as_ids=ids).items()}
@@ -126,9 +125,12 @@ def make_format(spec: CsvSpec, file: LogFile, header: bytes, separator: str) -> 
 
 
 class _Sample:
-    """The first rows of a text file."""
+    """The first rows of a text file.
 
-    def __init__(self, spec: CsvSpec, file: LogFile) -> None:
+    A file that a model is applied to `may_lack` columns that are in `types` for training, such as the label.
+    """
+
+    def __init__(self, spec: CsvSpec, file: LogFile, *, may_lack: bool = False) -> None:
         self._spec, self._file = spec, file
         beginning, is_beginning = read_beginning(file, SAMPLE_BYTES)
         first = re.split(rb"[\r\n]", beginning.lstrip(b"\r\n"), maxsplit=1)[0]
@@ -144,13 +146,11 @@ class _Sample:
                 is_beginning=is_beginning,
             )
         )
-        if not groups and is_beginning and not spec.columns:
-            raise DataError(f"`{file.path}`: there is no header in its first {SAMPLE_BYTES:,} bytes; is it a log in text?")
         header = groups.pop(0).text if groups and not spec.columns else b""
         self.form = make_format(spec, file, header, separator)
         names = self.form.names
         for name in spec.types:
-            if name not in names:
+            if name not in names and not may_lack:
                 raise DataError(f"data.csv.types: `{file.path}` has no column `{name}`: {did_you_mean(name, names)}")
         self._columns: Mapping[str, Sequence[str]] = dict.fromkeys(names, ())
         if groups and len(set(names)) == len(names):

@@ -130,7 +130,7 @@ def _csv_lines(log: CsvSpec, found: Survey) -> Iterator[str]:
             yield f"    {name}: {_flow(plain[name])}"
     yield "    types:  # guessed from the first rows"
     for plan in found.columns:
-        if plan.use != "left out" and "=" not in type_name(plan.type):
+        if plan.use != "left out" and plan.name not in found.path_columns and "=" not in type_name(plan.type):
             yield f"      {_flow(plan.name)}: {type_name(plan.type)}"
 
 
@@ -178,15 +178,10 @@ def _flow(value: object) -> str:
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _YAML_WORDS
-        return value if is_plain else _quote(value)
+        return value if is_plain else json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     return f"{value:_}" if isinstance(value, int) and abs(value) >= 10_000 else repr(value)
-
-
-def _quote(text: str) -> str:
-    """A text in double quotes, on one line whatever it has in it."""
-    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 _YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "none")
