@@ -10,7 +10,7 @@ PEERS := fbgemm-gpu-cpu torchrec
 PEERS_NEED := tensordict torchmetrics tqdm pyre-extensions
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-slow newcomer test-statistical check format peers browser docs paper clean help
+.PHONY: quickstart test test-slow newcomer test-statistical check format peers browser docs site paper clean help
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,9 @@ paper: $(STAMP) ## Measure the study's sweeps in their quick size, predict its m
 
 docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
 	$(BIN)/python -m docs.generate
+
+site: $(DEV_STAMP) ## Build the documentation as a site in build/site, and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info

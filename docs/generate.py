@@ -1,5 +1,5 @@
 """Writes the pages that follow from something else: docs/configuration.md from the specs, docs/cli.md from `--help`,
-docs/api.md from docstrings, docs/performance.md from the results of benchmarks.
+docs/api.md from docstrings, docs/performance.md and the figures of README.md from the results of benchmarks.
 
 python -m docs.generate            write them
 python -m docs.generate --check    write nothing; exit 1 and name the pages that are stale
@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from docs.api_page import api_page
-from docs.results import performance_page
+from docs.results import headlines, performance_page
 from rowstead.cli.app import app
 from rowstead.spec.heads import HEADS
 from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
@@ -36,6 +36,9 @@ from rowstead.spec.sync import SYNC_MODES, SYNC_RULES, SyncSpec
 from rowstead.spec.train import TrainSpec
 
 DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+FIGURES = re.compile(r"(<!-- figures: .*? -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
+"""The part of the README that follows from the results of benchmarks."""
 HELP_WIDTH = 96
 """Columns of the help texts, whatever the terminal."""
 NOTE = "<!-- Written by `python -m docs.generate` (`make docs`). Change {source}, not this page. -->"
@@ -61,6 +64,7 @@ def pages() -> dict[Path, str]:
             NOTE.format(source="the docstrings of what src/rowstead/__init__.py lists"), sections_by_class()
         ),
         DOCS / "performance.md": performance_page(NOTE.format(source="docs/results.py or the files under benchmarks/results/")),
+        README: FIGURES.sub(lambda found: f"{found[1]}{headlines('')}{found[2]}", README.read_text(encoding="utf-8")),
     }
 
 
@@ -243,10 +247,10 @@ def main(arguments: list[str]) -> int:
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if arguments:
-            print(f"docs/{path.name} is stale: run `make docs`")
+            print(f"{path.relative_to(DOCS.parent)} is stale: run `make docs`")
         else:
             path.write_text(pages()[path], encoding="utf-8")
-            print(f"wrote docs/{path.name}")
+            print(f"wrote {path.relative_to(DOCS.parent)}")
     return 1 if arguments and stale else 0
 
 

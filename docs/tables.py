@@ -13,9 +13,14 @@ Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
 
+def latest_file(benchmark: str, device: str) -> Path | None:
+    """The file of the last result."""
+    return max(RESULTS.glob(f"{benchmark}-{device}-*.json"), default=None)
+
+
 def latest(benchmark: str, device: str) -> dict[str, Any] | None:
-    files = sorted(RESULTS.glob(f"{benchmark}-{device}-*.json"))
-    result: dict[str, Any] | None = json.loads(files[-1].read_text()) if files else None
+    file = latest_file(benchmark, device)
+    result: dict[str, Any] | None = json.loads(file.read_text()) if file is not None else None
     return result
 
 
