@@ -98,7 +98,7 @@ def explain_end(part: Part, code: int, printed: str) -> str | None:
     if code == -signal.SIGKILL:
         return None if signal.SIGKILL in part.sent else "killed by nobody"
     if code - 128 in part.sent:
-        is_lost = "progress since the last checkpoint is lost" in printed and bool(part.killed)
+        is_lost = "progress since the last checkpoint is lost" in printed and (bool(part.killed) or part.was_cut)
         is_saved = "the checkpoint is saved" in printed or is_lost
         has_steps = re.search(r"step [1-9]", printed) is not None
         return (

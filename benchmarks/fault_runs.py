@@ -93,6 +93,8 @@ class Part:
     killed: set[tuple[str, int]] = field(default_factory=set)
     """Names and process ids of the roles and ranks that were killed, or frozen for good."""
     frozen_for_good: set[str] = field(default_factory=set)
+    was_cut: bool = False
+    """Whether connections between its processes were closed."""
     disk_was_full: bool = False
     code: int | None = None
 
@@ -402,7 +404,7 @@ class DisturbedRun:
         if fault.kind == "full disk":
             return self._fill_disk(fault, part)
         if fault.kind in ("cut link", "slow link"):
-            return self._disturb_links(fault)
+            return self._disturb_links(fault, part)
         found = self._find(fault)
         if not found:
             return self._skip("none of its victims was running")
@@ -488,8 +490,9 @@ class DisturbedRun:
         self._later(fault, disk.free)
         return True
 
-    def _disturb_links(self, fault: Fault) -> bool:
+    def _disturb_links(self, fault: Fault, part: Part) -> bool:
         assert fault.duration_s is not None
+        part.was_cut |= fault.kind == "cut link"
         if self.schedule.mode == "processes":
             return cut_tcp(self._find(fault).values()) or self._skip("only root can close TCP connections (`ss -K`)")
         assert self._links is not None

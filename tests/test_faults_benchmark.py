@@ -135,6 +135,9 @@ def part(tmp_path: Path, code: int, printed: str, **fields: object) -> Part:
     return Part(0, {}, 0.0, log, code=code, **fields)  # type: ignore[arg-type]
 
 
+LOST = "process 0 lost its connection to the others before all had stopped: progress since the last checkpoint is lost"
+
+
 @pytest.mark.parametrize(
     ("code", "printed", "fields", "is_right"),
     [
@@ -145,6 +148,9 @@ def part(tmp_path: Path, code: int, printed: str, **fields: object) -> Part:
         (143, "step 40 of 100\nstopped: the checkpoint is saved", {"sent": {signal.SIGTERM}}, True),
         (143, "step 40 of 100", {"sent": {signal.SIGTERM}}, False),  # nothing is said of the checkpoint
         (143, "step 40 of 100\nstopped: the checkpoint is saved", {"sent": {signal.SIGHUP}}, False),
+        (143, f"step 40 of 100\n{LOST}", {"sent": {signal.SIGTERM}, "was_cut": True}, True),
+        (143, f"step 40 of 100\n{LOST}", {"sent": {signal.SIGTERM}, "killed": {("rank-1", 4711)}}, True),
+        (143, f"step 40 of 100\n{LOST}", {"sent": {signal.SIGTERM}}, False),  # nobody was killed, and nothing cut
         (-15, "", {"sent": {signal.SIGTERM}}, True),  # before it had a handler
         (2, "error: disk full while saving step 40", {"disk_was_full": True}, True),
         (2, "error: disk full while saving step 40", {}, False),

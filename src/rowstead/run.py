@@ -347,7 +347,7 @@ def build_record(
     if outcome.num_skipped is not None:
         figures["num_rows_skipped"] = outcome.num_skipped
     if outcome.quality is not None:
-        quality = outcome.quality.figures()
+        quality = outcome.quality.record_figures()
         figures |= {"num_eval_samples": quality.pop("num_samples"), **quality}
     if outcome.test is not None:
         figures |= {f"test_{name}": value for name, value in outcome.test.figures().items()}

@@ -95,6 +95,49 @@ def test_other_logs_give_recipes_too(rowstead: Command) -> None:
     run.train("mine.yaml")
 
 
+ODD = (
+    "tab\t",
+    "esc\x1b[2J",
+    "del\x7f",
+    "next\x85",
+    "line\u2028",
+    "mark\ufeff",
+    "right\u202e",
+    'quote"\\',
+    "{a: *b}",
+    "# no",
+    "😀",
+)
+"""Names that YAML or a terminal could take for something else."""
+
+
+def test_a_log_with_odd_names_gives_a_recipe_with_those_names(rowstead: Command) -> None:
+    rng = np.random.default_rng(0)
+    columns = {name: rng.integers(0, 9, 300).astype(str) for name in (*ODD, "x{i}", "long" * 300)}
+    pd.DataFrame(columns | {"label": rng.integers(0, 2, 300)}).to_csv("log.csv", index=False)
+    done = rowstead("init", "log.csv")
+    assert done.code == 0, done.text
+    assert "\x1b" not in done.out
+    spec = load_recipe("recipe.yaml")
+    assert tuple(feature.name for feature in spec.features.sparse) == ODD
+    assert spec.data.csv is not None
+    assert spec.data.csv.types == dict.fromkeys((*ODD, "label"), "int64")
+    text = Path("recipe.yaml").read_text()
+    assert "its name has more than 200 characters" in text
+    assert "#   x{i}: `{i}` in a name stands for a number in recipes" in text
+    assert_refused(rowstead("init", "log.csv", "--label", "long" * 300, "--overwrite"), "has more than 200 characters")
+
+
+def test_columns_without_a_name_are_left_out_and_two_of_them_are_refused(rowstead: Command) -> None:
+    for name, header in (("one", ",x,label"), ("two", ",x,label,")):
+        rows = "".join(f"{row},{row * 7 % 13},{row % 3 % 2}{',' * (name == 'two')}\n" for row in range(200))
+        Path(f"{name}.csv").write_text(f"{header}\n{rows}")
+    done = rowstead("init", "one.csv")
+    assert done.code == 0, done.text
+    assert "it has no name" in done.out
+    assert_refused(rowstead("init", "two.csv", "--overwrite"), "two columns are named ``; rename one of them")
+
+
 @pytest.mark.parametrize(
     ("label", "says"),
     [

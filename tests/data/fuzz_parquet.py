@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -147,8 +149,9 @@ class Fuzzer:
         self.outcomes["right" if is_right else "wrong, unnoticed"] += 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_in_processes(module: str, fuzzer: Callable[[Path], Any], description: str | None) -> int:
+    """The command line of a fuzzer: its cases, some thousand in each process, and the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--here", action="store_true", help="in this process")
@@ -156,16 +159,16 @@ def main() -> int:
     stop, began_s, num_failed = options.start + options.cases, time.monotonic(), 0
     if options.here or options.cases == 1:
         with tempfile.TemporaryDirectory() as folder:
-            fuzzer = Fuzzer(Path(folder))
+            here = fuzzer(Path(folder))
             for case in range(options.start, stop):
                 print(case, file=sys.stderr, flush=True)
-                fuzzer.run(case)
-            print(dict(fuzzer.outcomes))
+                here.run(case)
+            print(dict(here.outcomes))
         return 0
     start = options.start
     while start < stop:
         count = min(PER_PROCESS, stop - start)
-        command = [sys.executable, "-m", "tests.data.fuzz_parquet", "--here", "--start", str(start), "--cases", str(count)]
+        command = [sys.executable, "-m", module, "--here", "--start", str(start), "--cases", str(count)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         case, reason = start + count - 1, ""
         if done.returncode:
@@ -177,6 +180,10 @@ def main() -> int:
             print(f"case {case} failed ({done.returncode}): {reason.strip()[-3000:]}", flush=True)
         start = case + 1
     return int(num_failed > 0)
+
+
+def main() -> int:
+    return run_in_processes("tests.data.fuzz_parquet", Fuzzer, __doc__)
 
 
 if __name__ == "__main__":

@@ -319,6 +319,9 @@ def test_rows_columns_and_unpacked_bytes_have_limits(tmp_path: Path, monkeypatch
     monkeypatch.setattr("rowstead.data.csv_log.MAX_FEATURES", 3)
     with pytest.raises(DataError, match="has 4 columns, and at most 3 are allowed"):
         read(written(tmp_path, "x,u,label,z\n1,2,0,0\n"))
+    monkeypatch.setattr("rowstead.data.csv_log.SAMPLE_BYTES", 20)
+    with pytest.raises(DataError, match=r"log\.csv`: there is no header in its first 20 bytes"):
+        read(written(tmp_path, "x,u,label" + "," * 40))
 
 
 @on_files

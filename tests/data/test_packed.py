@@ -61,6 +61,8 @@ def write_log(folder: Path, log: SynthSpec = LOG, *, num_bad: int = 0, group_row
         weights = pa.array([0.25 * (row % 5) for row in range(table.num_rows)], pa.float32())
         table = table.set_column(table.schema.get_field_index("label"), "label", pa.array(labels))
         table = table.append_column("group", pa.array(np.arange(table.num_rows) % 7))
+        names = [None if row % 11 == 0 else f"n{row % 5}" for row in range(table.num_rows)]
+        table = table.append_column("segment", pa.array(names))
         pq.write_table(table.append_column("weight", weights), file, row_group_size=group_rows)
     return folder
 
@@ -126,6 +128,7 @@ def test_packed_batches_are_those_of_the_log_bit_for_bit(
         f"data.parquet.split.by={split}",
         "data.parquet.test_fraction=0.2",
         "data.parquet.group=group",
+        "data.parquet.segment=segment",
         "features.dense.0={name: dense_0, clip: [-1, 1], standardise: true}",
         "features.sparse.0={name: sparse_0, num_rows: 20, max_ids: 2}",
         f"seed={seed}",

@@ -214,6 +214,6 @@ def test_evaluated_rows_carry_their_group_and_training_rows_do_not(tmp_path: Pat
     for block in ParquetLog(spec, FEATURES, split="eval").raw_blocks():
         assert block.groups is not None
         assert len(block.ids) == 2
-        pairs |= {(values[int(row)], int(group)) for row, group in zip(block.dense[:, 0], block.groups, strict=True)}
+        pairs |= {(values[int(row)], int(group)) for row, group in zip(block.dense[:, 0], block.groups[:, 0], strict=True)}
     assert len({value for value, _ in pairs}) == len({group for _, group in pairs}) == len(pairs)
     assert all(block.groups is None for block in ParquetLog(spec, FEATURES, split="train").raw_blocks())

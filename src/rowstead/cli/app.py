@@ -14,7 +14,7 @@ from rowstead.cli import fleet as fleet_commands
 from rowstead.cli.options import RUNS, Root, Set, print_shipped
 from rowstead.distributed import launch
 from rowstead.records.limits import require_address_space
-from rowstead.report.terminal import loading, terminal, two_columns
+from rowstead.report.terminal import loading, print_wide, terminal, two_columns
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.job import is_multi_process
 
@@ -171,17 +171,40 @@ def evaluate(
     split: Annotated[
         Literal["eval", "test", "train"], typer.Option("--split", help="Which split of the run's log to score.")
     ] = "eval",
+    group: Annotated[
+        str | None,
+        typer.Option("--group", metavar="COLUMN", help="Measure rankings within the values of this column, such as the user."),
+    ] = None,
+    segment: Annotated[
+        str | None,
+        typer.Option("--segment", metavar="COLUMN", help="Show NE and calibration for each value of this column."),
+    ] = None,
+    top_k: Annotated[
+        list[int] | None, typer.Option("--top-k", min=1, max=10_000, metavar="K", help="The k of recall and NDCG. Repeatable.")
+    ] = None,
     runs: Root = RUNS,
 ) -> None:
     """Score a run's model on its evaluation split, on another one, or on other files."""
-    from rowstead.cli.console import doing, quality_rows
+    from rowstead.cli.console import doing, quality_rows, segments_table
     from rowstead.training.progress_bar import PlainProgress
     from rowstead.training.trained import evaluate as evaluate_run
 
     console = terminal()
     with doing(console, "examples") as advance:
-        quality = evaluate_run(run, data=data, split=split, root=runs, callback=PlainProgress(console), progress=advance)
+        quality = evaluate_run(
+            run,
+            data=data,
+            split=split,
+            group=group,
+            segment=segment,
+            top_k=top_k,
+            root=runs,
+            callback=PlainProgress(console),
+            progress=advance,
+        )
     console.print(two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality)))
+    if quality.segments is not None:
+        print_wide(console, segments_table(quality.segments))
 
 
 @app.command()

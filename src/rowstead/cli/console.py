@@ -16,10 +16,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from rowstead.distributed.stop import exit_code_of
-from rowstead.report.terminal import count, two_columns
+from rowstead.report.terminal import build_table, count, print_wide, two_columns
 from rowstead.run import Result
 from rowstead.training.metrics import Quality
 from rowstead.training.progress_bar import PLAIN_EVERY_S, Throttle, quality_line
+from rowstead.training.ranking_metrics import Ranking
+from rowstead.training.segments import Segments
 
 
 def quality_rows(quality: Quality) -> list[tuple[str, str]]:
@@ -40,11 +42,45 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
         rows.append(("AUC", f"{quality.auc:.4f}{error}"))
     if quality.gauc is not None:
         rows.append(("GAUC", f"{quality.gauc:.4f} (AUC within groups)"))
+    if quality.ranking is not None:
+        rows += ranking_rows(quality.ranking)
     rows.append(("log loss", f"{quality.log_loss:.4f}"))
     if quality.calibration is not None:
         rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))
     rows.append(("MSE", f"{quality.mse:.4f}"))
     return rows
+
+
+def ranking_rows(ranking: Ranking) -> list[tuple[str, str]]:
+    """Recall and NDCG as names and values."""
+    share = "" if ranking.group_share == 1 else f", a random 1/{round(1 / ranking.group_share)} of all"
+    over = f" (mean over {count(ranking.num_groups, 'group')} with a positive{share})"
+    rows = []
+    for k in ranking.recall:
+        rows.append((f"recall at {k}", f"{ranking.recall[k]:.4f}{over}"))
+        rows.append((f"NDCG at {k}", f"{ranking.ndcg[k]:.4f}"))
+        over = ""
+    return rows
+
+
+def segments_table(segments: Segments) -> Table:
+    """NE and calibration by the value of a column."""
+    weight = sum(row.weight for row in segments.rows)
+    rows = [
+        [
+            row.name,
+            f"{row.weight:,.0f}",
+            f"{row.weight / weight:.1%}",
+            f"{row.mean_label:.4f}",
+            "" if row.ne is None else f"{row.ne:.4f}",
+            "" if row.calibration is None else f"{row.calibration:.4f}",
+        ]
+        for row in segments.rows
+    ]
+    headings = (segments.column, "examples", "share", "mean label", "NE", "calibration")
+    return build_table(
+        headings, rows, title=f"By {segments.column}, {count(segments.num_values, 'value')}", numbers=headings[1:]
+    )
 
 
 def command_name() -> str:
@@ -80,6 +116,9 @@ def print_ending(console: Console, result: Result, *, options: str = "") -> None
     step = result.outcome.position.step
     if result.outcome.ending != "interrupted":
         console.print(summary(result))
+        quality = result.outcome.quality
+        if quality is not None and quality.segments is not None:
+            print_wide(console, segments_table(quality.segments))
         me, run = command_name(), as_typed(result.folder)
         for line in (f"model: {result.folder}", "next:", f"  {me} evaluate {run}", f"  {me} export {run} --to exported"):
             console.print(line, soft_wrap=True)  # not in the table, whose borders and line breaks a shell would get

@@ -124,7 +124,7 @@ class Batch:
     true_p: Tensor | None = None
     """True click probabilities, float32 [B]; only a synthetic log knows them."""
     groups: Tensor | None = None
-    """The group of each example, such as its user, int64 [B]; only for evaluation, and only in the global batch on the CPU."""
+    """Values of the log's `group_columns`, such as user and country, int64 [B, G]; only for evaluation, and only in the global batch on the CPU."""
     global_totals: BatchTotals | None = None
     """Totals of the global batch where this is a local share of one; None where this batch is the global batch."""
 

@@ -25,7 +25,7 @@ class RawBlock:
     true_p: NDArray[np.float32] | None = None
     """True click probabilities [R]."""
     groups: NDArray[np.int64] | None = None
-    """The group of each row [R], such as its user, as a raw 64-bit id."""
+    """Values of the log's `group_columns`, such as user and country, as raw 64-bit ids [R, G]."""
 
     @property
     def num_rows(self) -> int:

@@ -31,6 +31,8 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec
 
 IdKinds = Mapping[str, str]
 """For each sparse column `text` or `integers`."""
+NO_GROUP = -(2**63)
+"""The group of rows without a value."""
 
 
 class ColumnReader:
@@ -43,18 +45,17 @@ class ColumnReader:
         label: str | None = None,
         weight: str | None = None,
         true_p: str | None = None,
-        group: str | None = None,
+        groups: Sequence[str] = (),
         id_kinds: IdKinds | None = None,
     ) -> None:
-        """`group` names a column whose values group rows. `id_kinds` are those of the model's training; columns of another kind are refused."""
+        """`groups` name columns whose values group rows. `id_kinds` are those of the model's training; columns of another kind are refused."""
         self.expected_kinds = id_kinds or {}
         self.dense_features, self.sparse_features = features.expanded_dense(), features.expanded_sparse()
-        self.has_groups = group is not None
-        if group is not None:
-            self.sparse_features += (SparseFeatureSpec(name=group, column=group, num_rows=1),)
+        self.num_groups = len(groups)
+        self.sparse_features += tuple(SparseFeatureSpec(name=name, column=name, num_rows=1) for name in groups)
         self.dense = tuple(str(f.column) for f in self.dense_features)
         self.sparse = tuple(str(f.column) for f in self.sparse_features)
-        """Columns of ids; the last is that of the groups, if there is one."""
+        """Columns of ids; the last are those of the groups."""
         self.lengths = {str(f.column): f.length for f in self.dense_features if f.length is not None}
         """How many numbers each row of a column of lists has."""
         named = {"labels": label, "weights": weight, "true_p": true_p}
@@ -123,11 +124,12 @@ class ColumnReader:
     ) -> RawBlock:
         """A block of decoded columns, each in the order of this reader's."""
         groups = None
-        if self.has_groups:
-            *bags, (ids, offsets) = bags
-            groups = np.zeros(len(dense), np.int64)  # rows without a value are one group
-            has_value = np.diff(offsets) > 0
-            groups[has_value] = ids[offsets[:-1][has_value]]
+        if self.num_groups:
+            bags, columns = bags[: -self.num_groups], bags[-self.num_groups :]
+            groups = np.full((len(dense), self.num_groups), NO_GROUP, np.int64)
+            for column, (ids, offsets) in enumerate(columns):
+                has_value = np.diff(offsets) > 0
+                groups[has_value, column] = ids[offsets[:-1][has_value]]
         ids_of, offsets_of = (tuple(bag[part] for bag in bags) for part in (0, 1))
         return RawBlock(dense=dense, ids=ids_of, offsets=offsets_of, groups=groups, **scalars)
 

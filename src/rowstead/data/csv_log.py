@@ -34,8 +34,9 @@ class CsvLog(FileLog):
 
     @classmethod
     def read_file_schema(cls, spec: CsvSpec, file: LogFile) -> pa.Schema:
-        types = _Sample(spec, file).types(as_ids=None)
-        return pa.schema([(name, pa.string() if pa.types.is_null(kind) else kind) for name, kind in types.items()])
+        sample = _Sample(spec, file)
+        types = sample.types(as_ids=None)
+        return pa.schema([(name, _settle(types[name], is_id=True)) for name in sample.form.names])
 
     def _open_files(self) -> None:
         sample = _Sample(self.spec, self.files[0], may_lack=self.split == "all")
@@ -146,6 +147,8 @@ class _Sample:
                 is_beginning=is_beginning,
             )
         )
+        if not groups and is_beginning and not spec.columns:
+            raise DataError(f"`{file.path}`: there is no header in its first {SAMPLE_BYTES:,} bytes; is it a log in text?")
         header = groups.pop(0).text if groups and not spec.columns else b""
         self.form = make_format(spec, file, header, separator)
         names = self.form.names

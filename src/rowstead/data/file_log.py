@@ -64,8 +64,8 @@ class FileLog(ABC):
         """Held by a thread while it decodes or makes a batch. With more busy threads than cores, one would now and then be preempted while
         it holds the GIL, and all others would wait for it."""
         named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
-        group = spec.group if with_labels and split != "train" else None  # training has no use for it
-        self.columns = ColumnReader(features, **named, group=group, id_kinds=id_kinds)
+        groups = spec.group_columns if with_labels and split != "train" else ()  # training has no use for them
+        self.columns = ColumnReader(features, **named, groups=groups, id_kinds=id_kinds)
         self.id_kinds: dict[str, str] = {}
         """Whether each sparse column holds text or integers."""
         self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
@@ -86,6 +86,8 @@ class FileLog(ABC):
             what = "no rows" if split == "all" else f"no rows for the {split} split"
             raise DataError(f"{what} in {', '.join(f'`{p}`' for p in patterns)}")
         self._piece_rows = self._rows_per_piece(self.spans[0])
+        self.value_names: dict[str, dict[int, str]] = {}
+        """Columns whose values have been looked up, see `name_values`."""
         self.decoding = Cost()
         """CPU cost per row of the decoding threads; threads of pyarrow's own are not counted."""
 
@@ -123,7 +125,7 @@ class FileLog(ABC):
     def _file_tables(self, span: Span, names: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """The rows of a span of a row group with these columns of its file as they are; each table with the row that it begins at."""
 
-    def tables(self, names: Sequence[str], max_rows: int | None = None) -> Iterator[pa.Table]:
+    def tables(self, names: Sequence[str], max_rows: int | None = None) -> Generator[pa.Table, None, None]:
         """Rows of the split, all or about `max_rows`, with these columns as they are in the log, bad rows included."""
         for span in self._sample(max_rows):
             constants, chosen = self.constants(span.file), self._rows_of(span)

@@ -178,10 +178,15 @@ def _flow(value: object) -> str:
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _YAML_WORDS
-        return value if is_plain else json.dumps(value, ensure_ascii=False)
+        return value if is_plain else _quote(value)
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     return f"{value:_}" if isinstance(value, int) and abs(value) >= 10_000 else repr(value)
+
+
+def _quote(text: str) -> str:
+    """A text in double quotes, on one line whatever it has in it."""
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 _YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "none")

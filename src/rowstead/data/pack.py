@@ -40,7 +40,7 @@ from rowstead.spec.features import FeaturesSpec, Table
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "pack.json"
 _FILE = re.compile(r"(train|eval|test)(-bad)?-\d{5}\.arrow")
 
@@ -94,13 +94,13 @@ class Log:
 
 
 def find_columns(
-    features: FeaturesSpec, tables: tuple[Table, ...], scalars: tuple[str, ...], *, has_groups: bool = False
+    features: FeaturesSpec, tables: tuple[Table, ...], scalars: tuple[str, ...], *, num_groups: int = 0
 ) -> PackedColumns:
     """The columns of packed rows with these features."""
     last = {feature: table.num_rows - 1 for table in tables for feature in table.features}
     num_dense = len(features.expanded_dense())
     last_rows = tuple(last[i] for i in range(len(last)))
-    return PackedColumns(num_dense=num_dense, last_rows=last_rows, scalars=scalars, has_groups=has_groups)
+    return PackedColumns(num_dense=num_dense, last_rows=last_rows, scalars=scalars, num_groups=num_groups)
 
 
 # Writing
@@ -207,16 +207,16 @@ def _write_split(
     num_read = 0
     writer: PackedWriter | None = None
     scalars: tuple[str, ...] = ()
-    has_groups = False
+    num_groups = 0
     try:
         made = map_ahead(partial(_pack_piece, encoder), split.pieces(), threads=max(2, usable_cores()), size=lambda item: 1)
         with contextlib.closing(made):
             for rows, names, good in made:
                 if writer is None:
                     scalars = names
-                    has_groups = rows.groups is not None
+                    num_groups = 0 if rows.groups is None else rows.groups.shape[1]
                     writer = PackedWriter(
-                        folder, name, find_columns(spec.features, spec.tables, scalars, has_groups=has_groups)
+                        folder, name, find_columns(spec.features, spec.tables, scalars, num_groups=num_groups)
                     )
                 assert names == scalars, "all pieces have the same columns"
                 num_rows = len(rows.lengths) if good is None else len(good)
@@ -238,7 +238,7 @@ def _write_split(
             out.write_batch(pa.record_batch([pa.array(bad_rows)], schema=_BAD))
     sizes = [[file, (folder / file).stat().st_size] for file in files]
     plain = {"num_rows": writer.num_rows, "num_bad": len(bad_rows), "scalars": list(scalars), "files": sizes}
-    return {**plain, "has_groups": has_groups}
+    return {**plain, "num_groups": num_groups}
 
 
 _BAD = pa.schema([pa.field("row", pa.int64(), nullable=False)])
@@ -301,7 +301,11 @@ def _open_split(log: Log, folder: Path, name: str, plain: dict[str, Any]) -> Pac
         if (found := os.stat(folder / file, follow_symlinks=False).st_size) != size:
             raise ValueError(f"{file} has {found:,} bytes, and had {size:,}")
         files.append(file)
-    columns = find_columns(log.spec.features, log.spec.tables, scalars, has_groups=plain["has_groups"] is True)
+    files_spec = log.spec.data.files
+    num_groups = len(files_spec.group_columns) if files_spec is not None and name != "train" else 0
+    if plain["num_groups"] != num_groups:
+        raise ValueError(f"the {name} split has {plain['num_groups']} columns of groups, and the recipe {num_groups}")
+    columns = find_columns(log.spec.features, log.spec.tables, scalars, num_groups=num_groups)
     reader = PackedReader(folder, [file for file in files if "-bad-" not in file], columns)
     bad_rows = np.empty(0, np.int64)
     for file in files:

@@ -41,7 +41,8 @@ class PackedColumns:
     """The last row of each sparse feature's table, [F]."""
     scalars: tuple[str, ...]
     """Which of `labels`, `weights` and `true_p` there are."""
-    has_groups: bool = False
+    num_groups: int = 0
+    """Columns that group rows; only for evaluation."""
 
     @property
     def num_features(self) -> int:
@@ -61,8 +62,8 @@ class PackedColumns:
             ids = pa.uint32() if self.ids_dtype == torch.int32 else pa.int64()
             lengths = pa.int32() if has_long_bags else pa.uint8()
             kinds += [("lengths", pa.list_(_not_null(lengths), self.num_features)), ("ids", pa.list_(_not_null(ids)))]
-        if self.has_groups:
-            kinds.append(("groups", pa.int64()))
+        if self.num_groups:
+            kinds.append(("groups", pa.list_(_not_null(pa.int64()), self.num_groups)))
         return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
 
 
@@ -83,7 +84,7 @@ class PackedRows:
     scalars: tuple[NDArray[np.float32], ...]
     """[R] each."""
     groups: NDArray[np.int64] | None = None
-    """[R]."""
+    """[R, G]."""
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +179,8 @@ class PackedWriter:
             values["lengths"] = pa.FixedSizeListArray.from_arrays(pa.array(lengths.reshape(-1)), type=kinds[0])
             values["ids"] = pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(ids), type=kinds[1])
         if rows.groups is not None:
-            values["groups"] = pa.array(rows.groups)
+            kind = schema.field("groups").type
+            values["groups"] = pa.FixedSizeListArray.from_arrays(pa.array(rows.groups.reshape(-1)), type=kind)
         return pa.record_batch([values[name] for name in schema.names], schema=schema)
 
 
@@ -205,7 +207,7 @@ class PackedReader:
                     self._names.append(str(path))
             except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
                 raise DataError(f"`{path}` cannot be read: {first_line(error)}. {DAMAGED}") from None
-        num_columns = 4 + len(columns.scalars) + columns.has_groups
+        num_columns = 4 + len(columns.scalars) + (columns.num_groups > 0)
         self.starts = np.zeros(len(sizes) + 1, np.int64)
         """[K + 1]: record batch k has the rows from starts[k] to starts[k+1]."""
         np.cumsum(sizes, out=self.starts[1:])
@@ -284,6 +286,6 @@ class PackedReader:
         else:
             where += [0, 0, 0]
         where += [address(name, -1, 4 * num_rows) for name in columns.scalars]
-        if columns.has_groups:
-            where.append(address("groups", -1, 8 * num_rows))
+        if columns.num_groups:
+            where.append(address("groups", -1, 8 * num_rows * columns.num_groups))
         return num_rows, where, num_values, is_long

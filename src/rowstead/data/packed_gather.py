@@ -177,8 +177,8 @@ def gather(
     if bad >= 0:
         raise DataError(f"{reader.name_row(int(rows[bad]))}: {_explain(columns, int(reason))}. {DAMAGED}")
     groups = None
-    if columns.has_groups:
-        groups = torch.empty(num_samples, dtype=torch.int64)
+    if columns.num_groups:
+        groups = torch.empty((num_samples, columns.num_groups), dtype=torch.int64)
         _gather_groups(*where, groups.numpy())
     return GatheredBatch(buffer=buffer, shapes=shapes, groups=groups, global_totals=global_totals, checked_for=checked_for)
 
@@ -308,7 +308,9 @@ def _gather_scalars(addresses, block_of, row_of, scalars):  # type: ignore[no-un
 
 @_kernel
 def _gather_groups(addresses, block_of, row_of, groups):  # type: ignore[no-untyped-def]
-    """Copy the groups [B] of examples."""
-    last = addresses.shape[1] - 1
+    """Copy the groups [B, G] of examples."""
+    last, num_groups = addresses.shape[1] - 1, groups.shape[1]
     for b in range(len(block_of)):
-        groups[b] = integers_at(addresses[block_of[b], last] + 8 * row_of[b], 1)[0]
+        own = integers_at(addresses[block_of[b], last] + 8 * num_groups * row_of[b], num_groups)
+        for g in range(num_groups):
+            groups[b, g] = own[g]

@@ -27,6 +27,8 @@ SAMPLE_ROWS = 100_000
 """Rows that `survey` looks at, spread over the log."""
 FEW_VALUES, MANY_VALUES = 16, 1000
 """Whole numbers with fewer or more distinct values than these are ids, unless their name says otherwise."""
+MAX_NAME = 200
+"""Characters of the name of a column that a recipe uses; YAML has no keys above 1,024."""
 LEAK = 0.999
 """A column that ranks the labels with an AUC above this was made from them."""
 _LEAST_ROWS = 50
@@ -87,6 +89,8 @@ def survey(spec: FileLogSpec) -> Survey:
         raise DataError(
             f"the log has no column `{label}`: {did_you_mean(label, schema.names)} Name its label column with --label"
         )
+    if len(label) > MAX_NAME:
+        raise DataError(f"the name of the label column has more than {MAX_NAME} characters; rename it")
     log = open_file_log(spec, FeaturesSpec(dense=(DenseFeatureSpec(name=label),)), split="all", with_labels=False)
     sample = pa.concat_tables(log.tables(schema.names, SAMPLE_ROWS)) if len(set(schema.names)) == len(schema.names) else None
     if sample is None:
@@ -136,6 +140,10 @@ def _plan(sample: pa.Table, field: pa.Field, labels: NDArray[np.float32]) -> Col
     value = id_type(kind)
     if not name:
         return left_out("it has no name")
+    if "{i}" in name:
+        return left_out("`{i}` in a name stands for a number in recipes; rename it")
+    if len(name) > MAX_NAME:
+        return left_out(f"its name has more than {MAX_NAME} characters")
     if not (is_quantity(value) or is_text(value)):
         return left_out(f"type {kind} is not supported")
     if column.null_count == len(column):

@@ -119,7 +119,7 @@ class EvaluateAndSave:
         quality, test = self._evaluate(None), None
         if self._sources.test is not None:
             test = self._model.evaluate(self._sources.test, None)
-            self._reporter.write("test", self._position.step, test.figures())
+            self._reporter.on_test(self._position.step, test)
         return quality, test
 
     def take_best(self, ending: str) -> bool:

@@ -110,6 +110,7 @@ class GatheredModel:
             device=torch.device("cpu"),
             negative_keep_rate=self._spec.data.negative_keep_rate,
             max_samples=max_samples,
+            top_k=self._spec.train.eval_top_k,
         )
 
     def _call_sparse(self, kind: str) -> list[int | None]:

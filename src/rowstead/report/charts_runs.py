@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
 """Maximum number of runs in a chart, newest first."""
+MAX_SEGMENTS = 50
+"""Maximum number of rows of a table of segments."""
+MAX_RANKINGS = 20
+"""Maximum number of columns of a table of rankings."""
 MAX_POINTS = 400
 """Maximum number of points of a curve."""
 
@@ -304,6 +309,43 @@ def draw_calibration(found: Sequence[Calibration], inks: Inks) -> Chart | None:
             axis("mean label", tickformat=".0%", rangemode="tozero"),
         ),
         table=TextTable("Observed minus predicted, percentage points", headings, rows),
+    )
+
+
+def rankings_of(runs: Sequence[RunView]) -> TextTable | None:
+    """GAUC, recall and NDCG of the runs that measured them; None if no run did."""
+    ranked = [run for run in runs if any(_is_ranking(key) for key in run.figures)][:MAX_RUNS]
+    keys = sorted({key for run in ranked for key in run.figures if _is_ranking(key)}, key=_ranking_order)[:MAX_RANKINGS]
+    headings = [key.replace("gauc", "GAUC").replace("ndcg_at_", "NDCG at ").replace("recall_at_", "recall at ") for key in keys]
+    rows = tuple((run.name, *(figure_text(run.figures.get(key)) for key in keys)) for run in ranked)
+    return TextTable("Rankings within groups", ("run", *headings), rows) if rows else None
+
+
+def _is_ranking(key: str) -> bool:
+    return key == "gauc" or re.fullmatch(r"(recall|ndcg)_at_[0-9]{1,6}", key) is not None
+
+
+def _ranking_order(key: str) -> tuple[bool, str, int]:
+    name, _, k = key.partition("_at_")
+    return name != "gauc", name, int(k or 0)
+
+
+def segments_of(run: RunView) -> TextTable | None:
+    """NE and calibration by the value of a column at a run's last evaluation; None if it has none."""
+    found = [event for event in run.of_kind("segments") if event.get("of") == "evaluation"]
+    column, rows = (found[-1].get(key) for key in ("column", "rows")) if found else (None, None)
+    if not isinstance(column, str) or not isinstance(rows, list):
+        return None
+    keys = ("weight", "mean_label", "ne", "calibration")
+    texts = []
+    for row in rows[:MAX_SEGMENTS]:
+        name = row.get("name") if isinstance(row, dict) else None
+        if isinstance(name, str):
+            texts.append((name, *(figure_text(row[key] if is_figure(row.get(key)) else None) for key in keys)))
+    return (
+        TextTable(f"{run.name}: quality by {column}", (column, "examples", "mean label", "NE", "calibration"), tuple(texts))
+        if texts
+        else None
     )
 
 

@@ -33,6 +33,8 @@ def build_table(
 
 def print_wide(console: Console, table: Table) -> None:
     """Print each row on one line regardless of the console's width; the terminal wraps it."""
+    if console.quiet:
+        return
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     terminal(file=console.file, width=max(console.width, needed)).print(table)
 

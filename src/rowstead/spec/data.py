@@ -187,7 +187,9 @@ class FileLogSpec(LogSpec):
     true_p: str | None = None
     """Column of the true click probability, for synthetic logs."""
     group: str | None = None
-    """Column of integers or text whose values group rows, such as the user: evaluations report GAUC, the mean AUC within groups."""
+    """Column of integers or text whose values group rows, such as the user: evaluations report GAUC, recall and NDCG, means over groups."""
+    segment: str | None = None
+    """Column of integers or text, such as the country: evaluations report NE and calibration for each of its most frequent values."""
     shuffle_rows: Annotated[Count, up_to(10**9)] = 65_536
     """Size of the shuffle window in rows (row groups are shuffled too); 0 keeps file order."""
     decode_threads: Processes | None = None
@@ -211,6 +213,11 @@ class FileLogSpec(LogSpec):
         """The share of the training files' rows that is held out for `eval` or `test`; 0 if it has files of its own."""
         share: float = 0.0 if getattr(self, split) else getattr(self, f"{split}_fraction")
         return share
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        """The columns of `Batch.groups`: `group` and `segment`, once if they are the same."""
+        return tuple(dict.fromkeys(name for name in (self.group, self.segment) if name is not None))
 
     @property
     def has_test(self) -> bool:

@@ -65,7 +65,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6) if len(word) <= 200 else []
     if near:
         return f"did you mean `{near[0]}`?"
-    shown = ", ".join(f"`{name}`" for name in names[:20])
+    shown = ", ".join(f"`{shorten(name)}`" for name in names[:20])
     return f"known here: {shown}{' …' if len(names) > 20 else ''}" if names else "nothing is known here"
 
 

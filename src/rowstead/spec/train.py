@@ -6,7 +6,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from rowstead.spec.bounds import AboveZero, AtLeastOne, BelowOne, Count, InsideZeroToOne, NotNegative, Spec, ZeroToOne, up_to
+from rowstead.spec.bounds import (
+    AboveZero,
+    AtLeastOne,
+    BelowOne,
+    Count,
+    InsideZeroToOne,
+    NotNegative,
+    Spec,
+    ZeroToOne,
+    at_most,
+    each_between,
+    up_to,
+)
 from rowstead.spec.errors import require
 from rowstead.spec.heads import HeadKind
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
@@ -116,6 +128,8 @@ class TrainSpec(Spec):
     """Evaluate every so many steps; by default only at the end."""
     eval_samples: AtLeastOne | None = None
     """Examples per evaluation during training; the final one uses all."""
+    eval_top_k: Annotated[tuple[int, ...], at_most(16), each_between(1, 10_000)] = (10,)
+    """With `group` of the log: recall and NDCG at these k."""
     early_stop: EarlyStopSpec | None = None
     """Stop early; needs `eval_every`."""
     checkpoint_every: AtLeastOne | None = None

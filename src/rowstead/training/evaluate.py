@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Batch, share_bounds
+from rowstead.data.name_values import name_values
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Source
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -69,20 +71,30 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
     train_rate: float | None = None,
+    top_k: Sequence[int] = (),
 ) -> Quality:
     """Measure the model's Quality on a split, or on its first `max_samples` examples.
 
-    `progress` is called with the number done and the total. `train_rate` is the mean label of the training split, if it is known.
+    `progress` is called with the number done and the total. `train_rate` is the mean label of the training split, if it is known, and
+    `top_k` the lengths of rankings for recall and NDCG within the log's groups.
     """
     evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
+    log = source.file_log
+    group, segment = (None, None) if log is None else (log.spec.group, log.spec.segment)
+    columns = () if log is None else log.spec.group_columns
     for batch, logits in predict_logits(model, source, device=device, max_samples=max_samples, process_group=process_group):
         if batch.labels is None:
             raise DataError("the log to evaluate on has no label column")
         wanted = slice(None if max_samples is None else max_samples - evaluation.num_samples)
         weights = None if batch.weights is None else batch.weights.numpy()[wanted]
         true_p = None if batch.true_p is None else batch.true_p.numpy()[wanted]
-        groups = None if batch.groups is None else batch.groups.numpy()[wanted]
-        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p, groups)
+        of_column = {} if batch.groups is None else dict(zip(columns, batch.groups.numpy()[wanted].T, strict=True))
+        groups, segments = (None if name is None else of_column.get(name) for name in (group, segment))
+        evaluation.add(logits[wanted], batch.labels.numpy()[wanted], weights, true_p, groups, segments)
         if progress is not None:
             progress(evaluation.num_samples, source.num_samples)
-    return evaluation.quality(train_rate)
+    quality = evaluation.quality(train_rate, top_k=top_k, segment_column=segment or "")
+    if log is not None and quality.segments is not None:
+        names = name_values(log, quality.segments.column, quality.segments.codes)
+        quality = dataclasses.replace(quality, segments=quality.segments.with_names(names))
+    return quality

@@ -16,6 +16,7 @@ from rowstead.data.batch import StagedBatch
 from rowstead.data.open_log import Sources
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.row_order import Cursor
+from rowstead.data.source import Source
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.records.cost import Cost, counted
 from rowstead.records.run_folder import BEST
@@ -281,17 +282,7 @@ class Loop:
         return False
 
     def _evaluate(self, *, max_samples: int | None) -> Quality:
-        self._collect_losses()
-        with self.timers.phase(Phase.EVALUATION):
-            quality = evaluate(
-                self.stepper.model,
-                self.eval_source,
-                device=self.device,
-                negative_keep_rate=self.spec.data.negative_keep_rate,
-                max_samples=max_samples,
-                process_group=self.process_group,
-                train_rate=self.position.train_rate(self.spec.data.negative_keep_rate),
-            )
+        quality = self._measure(self.eval_source, max_samples)
         self.reporter.on_evaluation(self.position.step, quality)
         return quality
 
@@ -299,18 +290,24 @@ class Loop:
         """Evaluate on the test split, if there is one: once, at the end, so that nothing is chosen by it."""
         if self.test_source is None:
             return None
+        quality = self._measure(self.test_source)
+        self.reporter.on_test(self.position.step, quality)
+        return quality
+
+    def _measure(self, source: Source, max_samples: int | None = None) -> Quality:
+        self._collect_losses()
         keep_rate = self.spec.data.negative_keep_rate
         with self.timers.phase(Phase.EVALUATION):
-            quality = evaluate(
+            return evaluate(
                 self.stepper.model,
-                self.test_source,
+                source,
                 device=self.device,
                 negative_keep_rate=keep_rate,
+                max_samples=max_samples,
                 process_group=self.process_group,
                 train_rate=self.position.train_rate(keep_rate),
+                top_k=self.spec.train.eval_top_k,
             )
-        self.reporter.write("test", self.position.step, quality.figures())
-        return quality
 
     def save(self, *, wait: bool = True) -> None:
         """Write a checkpoint, unless there is one of this step; without `wait` it is written while training goes on."""

@@ -1,7 +1,11 @@
-"""Quality of predictions: NE, AUC, log loss, calibration, MSE; in float64, over any number of examples."""
+"""Quality of predictions: NE, AUC, log loss, calibration, MSE; in float64, over any number of examples.
+
+Measures within groups are in `ranking_metrics`, those of parts of the set in `segments`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +15,8 @@ from numpy.typing import NDArray
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.heads import HEADS, HeadKind
 from rowstead.spec.train import Monitor
+from rowstead.training.ranking_metrics import GroupedExamples, Ranking
+from rowstead.training.segments import Segments, SegmentSums
 
 Floats = NDArray[np.float64]
 
@@ -58,6 +64,10 @@ class Quality:
     """NE in expectation under the teacher: without label noise."""
     ne_best: float | None = None
     """The lowest NE that any model can reach on this log in expectation: the teacher's own."""
+    ranking: Ranking | None = None
+    """How well examples are ranked within groups. None without groups."""
+    segments: Segments | None = None
+    """NE and calibration by the value of a column. None without one."""
     reliability: Reliability | None = None
     """Predictions against labels, group by group."""
 
@@ -70,7 +80,12 @@ class Quality:
 
     def figures(self) -> dict[str, float]:
         """The measures that are a number, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None and name != "reliability"}
+        figures = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+        return figures | (self.ranking.figures() if self.ranking is not None else {})
+
+    def record_figures(self) -> dict[str, float]:
+        """The same, and those of the segments, for a record."""
+        return self.figures() | (self.segments.figures() if self.segments is not None else {})
 
 
 class Evaluation:
@@ -81,8 +96,7 @@ class Evaluation:
         self._shift = float(np.log(negative_keep_rate))
         self._exact_auc_samples = exact_auc_samples
         self._kept: list[tuple[NDArray[np.float32], Floats, Floats]] = []
-        self._groups: list[NDArray[np.int64]] | None = []
-        """Of the examples in `_kept`; None if some have no group, or where scores are binned."""
+        self._grouped, self._segments = GroupedExamples(), SegmentSums()
         self._bins: tuple[Floats, Floats] | None = None
         self.num_samples = 0
         self._num_truths = 0
@@ -97,8 +111,9 @@ class Evaluation:
         weights: NDArray[np.float32] | None = None,
         true_p: NDArray[np.float32] | None = None,
         groups: NDArray[np.int64] | None = None,
+        segments: NDArray[np.int64] | None = None,
     ) -> None:
-        """Add one batch: logits [B] before any correction, labels [B], example weights [B], true_p [B], groups [B]."""
+        """Add one batch: logits [B] before any correction, labels [B], example weights [B], true_p [B], groups [B], segments [B]."""
         if not np.isfinite(logits).all():
             raise TrainingError(
                 "the model's predictions are not finite: training diverged. Train again with lower learning rates, "
@@ -128,14 +143,21 @@ class Evaluation:
         index = ((np.clip(z, -_MAX_LOGIT, _MAX_LOGIT) + _MAX_LOGIT) * ((_LOGIT_BINS - 1) / (2 * _MAX_LOGIT))).astype(np.int64)
         for row, values in enumerate((positive + negative, prediction * (positive + negative), positive)):
             self._by_logit[row] += np.bincount(index, weights=values, minlength=_LOGIT_BINS)
-        if groups is None:
-            self._groups = None
-        elif self._groups is not None:
-            self._groups.append(groups)
-        self._keep_for_auc(logits.astype(np.float32), positive, negative)
+        scores = logits.astype(np.float32)
+        if groups is not None:
+            self._grouped.add(scores, positive, negative, groups)
+        if segments is not None:
+            total = positive + negative
+            self._segments.add(segments, total, positive, prediction * total, positive * loss_if_1 + negative * loss_if_0)
+        self._keep_for_auc(scores, positive, negative)
 
-    def quality(self, train_rate: float | None = None) -> Quality:
-        """The measures over all batches so far; `train_rate` is the mean label of the training split."""
+    def quality(
+        self, train_rate: float | None = None, *, top_k: Sequence[int] = (), segment_column: str = "segment"
+    ) -> Quality:
+        """The measures over all batches so far.
+
+        `train_rate` is the mean label of the training split, `top_k` the lengths of rankings for recall and NDCG within groups.
+        """
         sums, total = self._sums, self._sums["weight"]
         if self.num_samples == 0 or total <= 0:
             raise DataError("there is nothing to evaluate: the evaluation split has no examples of positive weight")
@@ -144,6 +166,7 @@ class Evaluation:
         base = float(_entropy(np.float64(mean_label))) if 0 < mean_label < 1 else 0.0
         mixed = base > 0
         auc, auc_error = self._auc() if mixed else (None, None)
+        ranking = self._grouped.measure(top_k, negative_keep_rate=self._keep_rate)
         knows_truth = self._num_truths == self.num_samples and mixed
         true_weight = sums["true_weight"]
         truth_base = float(_entropy(np.float64(sums["truth"] / true_weight))) if knows_truth else 0.0
@@ -157,7 +180,9 @@ class Evaluation:
             ne_train_rate=None if train_rate is None else log_loss / _cross_entropy(mean_label, train_rate),
             auc=auc,
             auc_error=auc_error,
-            gauc=self._gauc(),
+            gauc=None if ranking is None else ranking.gauc,
+            ranking=ranking,
+            segments=self._segments.measure(segment_column),
             calibration=sums["prediction"] / sums["label"] if sums["label"] > 0 else None,
             ne_expected=sums["expected"] / true_weight / truth_base if knows_truth else None,
             ne_best=sums["best"] / true_weight / truth_base if knows_truth else None,
@@ -188,7 +213,6 @@ class Evaluation:
                 self._bins[0][:] += np.bincount(index, weights=kept_positive, minlength=1 << _BIN_BITS)
                 self._bins[1][:] += np.bincount(index, weights=kept_negative, minlength=1 << _BIN_BITS)
             self._kept.clear()
-            self._groups = None
 
     def _auc(self) -> tuple[float, float]:
         """The AUC and a bound of its error."""
@@ -203,37 +227,6 @@ class Evaluation:
             for which in (1, 2)
         ]
         return area_under_curve(at_score[0], at_score[1]), 0.0
-
-    def _gauc(self) -> float | None:
-        if not self._groups:
-            return None
-        scores, positive, negative = (np.concatenate([kept[which] for kept in self._kept]) for which in range(3))
-        return area_within_groups(scores, positive, negative, np.concatenate(self._groups))
-
-
-def area_within_groups(
-    scores: NDArray[np.float32], positive: Floats, negative: Floats, groups: NDArray[np.int64]
-) -> float | None:
-    """The mean AUC of groups with positives and negatives, weighted by their total weight; None if there is no such group.
-
-    All are [n]: the score of each example, its weight as a positive and as a negative, its group.
-    """
-    order = np.lexsort((scores, groups))
-    scores, positive, negative, groups = scores[order], positive[order], negative[order], groups[order]
-    opens_group = np.diff(groups, prepend=groups[:1] - 1) != 0
-    opens = opens_group | (np.diff(scores, prepend=scores[:1]) != 0)
-    value_of, starts = np.cumsum(opens) - 1, np.flatnonzero(opens)
-    at_value = [np.bincount(value_of, weights=weight) for weight in (positive, negative)]
-    group_of = np.cumsum(opens_group[starts]) - 1
-    in_group = [np.bincount(group_of, weights=weight) for weight in at_value]
-    below = np.cumsum(at_value[1]) - at_value[1]
-    below -= (np.cumsum(in_group[1]) - in_group[1])[group_of]  # of the same group
-    won = np.bincount(group_of, weights=at_value[0] * (below + 0.5 * at_value[1]))
-    pairs = in_group[0] * in_group[1]
-    mixed = pairs > 0
-    if not mixed.any():
-        return None
-    return float(np.average(won[mixed] / pairs[mixed], weights=(in_group[0] + in_group[1])[mixed]))
 
 
 def area_under_curve(positive: NDArray[Any], negative: NDArray[Any]) -> float:

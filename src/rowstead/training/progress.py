@@ -249,11 +249,21 @@ class RunReporter(Callback):
         self.write("evaluation", step, quality.figures())
         if self._events is not None and quality.reliability is not None:
             self._events.write("calibration", step=step, **vars(quality.reliability))
+        self._write_segments(step, "evaluation", quality)
         self._callback.on_evaluation(step, quality)
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Report a complete checkpoint."""
         self._callback.on_checkpoint(step, folder)
+
+    def on_test(self, step: int, quality: Quality) -> None:
+        """Write the evaluation on the test split."""
+        self.write("test", step, quality.figures())
+        self._write_segments(step, "test", quality)
+
+    def _write_segments(self, step: int, of: str, quality: Quality) -> None:
+        if self._events is not None and quality.segments is not None:
+            self._events.write("segments", step=step, of=of, **quality.segments.to_plain())
 
     def on_message(self, text: str) -> None:
         """Report one line of text for the user."""

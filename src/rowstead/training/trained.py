@@ -50,9 +50,23 @@ class TrainedRun:
     train_rate: float | None
     """The mean label of the examples that it was trained on, if it is known."""
 
-    def source(self, data: str | Sequence[str] | None = None, *, split: SplitName = "eval", needs_label: bool = True) -> Source:
-        """A split of the run's log, or the files of `data` read the same way, in the order of the log."""
+    def source(
+        self,
+        data: str | Sequence[str] | None = None,
+        *,
+        split: SplitName = "eval",
+        needs_label: bool = True,
+        group: str | None = None,
+        segment: str | None = None,
+    ) -> Source:
+        """A split of the run's log, or the files of `data` read the same way, in the order of the log.
+
+        `group` and `segment` name other columns than the recipe's.
+        """
         encoder = Encoder(self.spec.features, self.spec.tables, self.transforms)
+        if group is not None or segment is not None:
+            spec = with_group_columns(self.spec, group, segment)
+            return dataclasses.replace(self, spec=spec).source(data, split=split, needs_label=needs_label)
         if data is None:
             if split == "test" and not self.spec.data.log.has_test:
                 raise RowsteadError("this run's log has no test split: set `test` or `test_fraction` of its log")
@@ -98,27 +112,32 @@ def evaluate(
     data: Any = None,
     split: SplitName = "eval",
     source: Source | None = None,
+    group: str | None = None,
+    segment: str | None = None,
+    top_k: Sequence[int] | None = None,
     root: Path | str = DEFAULT_ROOT,
     callback: Callback | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
     """Evaluate a run's model on a split of its log, or on other `data`: a DataFrame, an Arrow table, a dict of columns, or paths.
 
-    `source` is one that was encoded for the model. `progress` is called with the number of examples done and of all examples.
+    `source` is one that was encoded for the model. `group`, `segment` and `top_k` replace those of the recipe: the column within whose groups
+    examples are ranked, the column for whose values NE and calibration are shown, and the k of recall and NDCG. `progress` is called with
+    the number of examples done and of all examples.
     """
     with as_files(data) as files:
-        return _evaluate(open_run(run, root=root, callback=callback), files, split, source, callback, progress)
+        trained = open_run(run, root=root, callback=callback)
+        source = source or trained.source(files, split=split, group=group, segment=segment)
+        return _evaluate(trained, source, callback, progress, top_k)
 
 
 def _evaluate(
     trained: TrainedRun,
-    files: Sequence[str] | None,
-    split: SplitName,
-    source: Source | None,
+    source: Source,
     callback: Callback | None,
     progress: Callable[[int, int], None] | None,
+    top_k: Sequence[int] | None,
 ) -> Quality:
-    source = source or trained.source(files, split=split)
     device = choose_device(trained.spec)
     if not trained.model.store.moves_with_module:
         device = torch.device("cpu")  # tables that do not fit in GPU memory stay where they are
@@ -130,10 +149,24 @@ def _evaluate(
             negative_keep_rate=trained.spec.data.negative_keep_rate,
             progress=progress,
             train_rate=trained.train_rate,
+            top_k=trained.spec.train.eval_top_k if top_k is None else top_k,
         )
     if callback is not None and (num_skipped := source.num_skipped):
         callback.on_message(f"skipped {num_skipped:,} bad rows (on_bad_row: skip)")
     return quality
+
+
+def with_group_columns(spec: RunSpec, group: str | None, segment: str | None) -> RunSpec:
+    """The spec with these columns of its log instead of those that the recipe names, and read from the files themselves."""
+    files = spec.data.files
+    if files is None:
+        raise RowsteadError(
+            "a synthetic log has no columns to group by: evaluate on files, or write the log with `rowstead data synth`"
+        )
+    changes: dict[str, Any] = {key: name for key, name in (("group", group), ("segment", segment)) if name is not None}
+    kinds: dict[str, Any] = {files.kind: dataclasses.replace(files, **changes)}
+    data = dataclasses.replace(spec.data, **kinds, cache=None)
+    return dataclasses.replace(spec, data=data)
 
 
 def checkpoint_facts(spec: RunSpec, transforms: Any, id_kinds: IdKinds) -> dict[str, Any]:
