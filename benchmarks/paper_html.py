@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.paper import error
 from benchmarks.paper_item import Item
 from benchmarks.paper_items import items
 from rowstead.records.store import Contents, RunStore
-from rowstead.report.html import Section, page_of, table_html
-from rowstead.report.theme import TextTable
+from rowstead.report.html import Section, Verdict, page_of
+from rowstead.report.theme import Chart, TextTable, diagonal, layout, log_axis, points
 from rowstead.spec.catalogue import MACHINE_VARIABLE, load_software
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,8 @@ PAGE = ROOT / "docs" / "paper.html"
 SWEEPS = ("fig5", "fig9", "fig10", "fig11", "fig12", "fig13", "fig14", "fig15")
 HERE_FILE = "here.yaml"
 """This machine as it was measured, by which it is predicted."""
+NEAR = 0.25
+"""A prediction this far off counts as near."""
 QUALITY = "paper-quality"
 """The shipped quality study."""
 
@@ -83,15 +86,17 @@ def page(contents: Contents) -> str:
     sections = [
         Section(
             key="about",
-            title="In short",
-            blocks=[_count(found), _verdicts(found), table_html(_summary(found)), table_html(_misses(found))],
-            words=ABOUT,
+            title="Does it agree?",
+            short="Verdict",
+            blocks=[_count(found), _verdicts(found), f"<p>{html.escape(ABOUT)}</p>"],
+            charts=[study_against_prediction(found)],
+            tables=[_misses(found), _summary(found)],
         )
     ]
     sections += [_section(item) for item in found]
     bad = f" {contents.num_bad_lines:,} lines of the store could not be read." if contents.num_bad_lines else ""
     return page_of(
-        "The study of training efficiency, beside this machine",
+        "Training efficiency: the 2021 study and ours",
         "Acun et al., Understanding Training Efficiency of Deep Learning Recommendation Models at Scale, HPCA 2021"
         + _where(contents),
         sections,
@@ -115,15 +120,56 @@ def _where(contents: Contents) -> str:
     return " · nothing was measured yet"
 
 
+def _verdict(item: Item) -> Verdict:
+    """Whether ours agree with the study, in a word or two."""
+    if item.verdict == "yes":
+        return Verdict("agrees", "good")
+    if item.verdict == "no":
+        return Verdict("differs", "bad")
+    if item.verdict.startswith("partly: "):
+        return Verdict(item.verdict.removeprefix("partly: ") + " agree", "mixed")
+    return Verdict(item.verdict)
+
+
 def _verdicts(found: Sequence[Item]) -> str:
-    """A badge for each figure of the study: whether ours agree. It is in sight on a phone, where the table is not."""
-    colors = {"yes": "good", "no": "bad"}
-    made = "".join(
-        f'<a class="card" href="#{item.key}"><span class="what">{html.escape(item.title)}</span><br>'
-        f'<strong style="color:var(--{colors.get(item.verdict, "text")})">{html.escape(item.verdict)}</strong></a>'
-        for item in found
+    """A badge for each figure and table of the study, with a link to it."""
+    made = ""
+    for item in found:
+        number, _, what = item.title.partition(": ")
+        made += (
+            f'<a class="card" href="#{item.key}"><span class="name">{html.escape(number)}</span>'
+            f'<span class="what">{html.escape(what)}</span>{_verdict(item).html()}</a>'
+        )
+    return f'<div class="cards verdicts">{made}</div>'
+
+
+def study_against_prediction(found: Sequence[Item]) -> Chart:
+    """Every figure that the study prints against our prediction of it."""
+    compared = [one for item in found for one in item.compared]
+    values = [value for one in compared for value in (one.study, one.ours)]
+    traces = [diagonal("equal", min(values) / 1.1, max(values) * 1.1)]
+    for index, kind in enumerate(dict.fromkeys(one.kind for one in compared)):
+        mine = [one for one in compared if one.kind == kind]
+        hover = "%{text}<br>the study %{x:.2f}<br>predicted %{y:.2f}<extra>" + kind + "</extra>"
+        text = [one.what for one in mine]
+        traces.append(
+            points(kind, [one.study for one in mine], [one.ours for one in mine], index, text=text, hovertemplate=hover)
+        )
+    near = sum(abs(one.ours / one.study - 1) <= NEAR for one in compared)
+    rows = tuple(
+        (f"{one.kind}, {one.what}", f"{one.study:.2f}", f"{one.ours:.2f}", f"{one.ours / one.study - 1:+.0%}")
+        for one in compared
     )
-    return f'<h3>Does it agree?</h3><div class="cards">{made}</div>'
+    return Chart(
+        key="study-against-prediction",
+        title="The study against our prediction",
+        words=f"Each point is a ratio that the study prints; on the dotted line ours is equal. {near} of {len(compared)} are within "
+        f"{NEAR:.0%}, and the mean error is {error(one.ours / one.study for one in compared):.0%}. The software's constants were fitted to Fig. 10 and chosen with the others in view, so this is a calibrated model.",
+        traces=traces,
+        layout=layout(log_axis("the study", values), log_axis("predicted", values)),
+        table=TextTable("Ratios", ("of the study", "the study", "predicted", "off by"), rows),
+        height_rem=26,
+    )
 
 
 def _summary(found: Sequence[Item]) -> TextTable:
@@ -133,7 +179,11 @@ def _summary(found: Sequence[Item]) -> TextTable:
 
 def _count(found: Sequence[Item]) -> str:
     said = [holds for item in found for _, holds in item.said]
-    return f"<p>Of {len(said)} statements of the study that can be checked, {sum(said)} hold of our figures and {len(said) - sum(said)} do not.</p>"
+    verdict = Verdict(f"{sum(said)} of {len(said)} hold", "good" if all(said) else "mixed" if any(said) else "bad")
+    return (
+        f'<p class="headline">{verdict.html()} Of {len(said)} statements of the study that can be checked, {sum(said)} hold of our figures and '
+        f"{len(said) - sum(said)} do not.</p>"
+    )
 
 
 def _misses(found: Sequence[Item]) -> TextTable:
@@ -142,9 +192,20 @@ def _misses(found: Sequence[Item]) -> TextTable:
 
 
 def _section(item: Item) -> Section:
-    blocks = [f"<p><strong>The study:</strong> {html.escape(item.paper)}</p>"]
-    after = f"<p><strong>Ours beside it:</strong> {html.escape(item.differs)}</p>"
-    return Section(key=item.key, title=item.title, blocks=[*blocks, after], charts=item.figures, tables=item.tables)
+    blocks = [
+        f"<p><strong>The study:</strong> {html.escape(item.paper)}</p>",
+        f"<p><strong>Ours:</strong> {html.escape(item.differs)}</p>",
+    ]
+    short = item.title.partition(":")[0] + (" (power)" if item.key == "fig10-power" else "")
+    return Section(
+        key=item.key,
+        title=item.title,
+        short=short,
+        verdict=_verdict(item),
+        blocks=blocks,
+        charts=item.figures,
+        tables=item.tables,
+    )
 
 
 def main() -> int:

@@ -13,6 +13,18 @@ from rowstead.report import charts_studies
 from rowstead.report.charts_studies import MEASURED, Cell, Study, StudyAxis
 from rowstead.report.theme import Chart, TextTable
 
+MEASURED_WORDS = "On this machine, in sizes that it can train. Its speed is no fleet's: compare the shape."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A figure that the study prints, and the same as we predict it."""
+
+    kind: str
+    what: str
+    study: float
+    ours: float
+
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
@@ -26,6 +38,8 @@ class Item:
     """One honest sentence, or a few, made from the figures."""
     verdict: str
     """`yes`, `partly`, `no`, or `not measured`."""
+    compared: Sequence[Compared] = ()
+    """Figures that the study prints, each with our prediction."""
     said: Sequence[tuple[str, bool]] = ()
     """Statements of the study as they hold of our figures or not, for the count on the page."""
     figures: Sequence[Chart] = ()
@@ -95,17 +109,44 @@ def renamed(figure: Chart, key: str, title: str, **changes: Any) -> Chart:
     return dataclasses.replace(figure, key=key, title=title, **changes)
 
 
+def lines_along(study: Study, name: str) -> Study:
+    """A study of two axes as one over the axis of this name, with a series for each value of the other."""
+    if len(study.axes) != 2 or name not in [one.name for one in study.axes]:
+        return study
+    along = [one.name for one in study.axes].index(name)
+    other = study.axes[1 - along]
+    series: dict[str, tuple[Cell, ...]] = {}
+    for title, cells in study.series.items():
+        for cell in cells:
+            value = charts_studies.words_of(other.values[cell.position[1 - along]])
+            moved = dataclasses.replace(cell, position=(cell.position[along],))
+            series[f"{title}, {other.name} {value}"] = (*series.get(f"{title}, {other.name} {value}", ()), moved)
+    return dataclasses.replace(study, axes=(study.axes[along],), series=series)
+
+
 def side_by_side(key: str, measured: Study | None, predicted: Study) -> list[Chart]:
-    """The figure of what was measured, where there is one, and that of the predictions."""
-    drawn = charts_studies.draw_study(measured)[:4] if measured is not None else []
-    made = [renamed(one, f"{key}-measured-{n}", one.title if n else "Measured here") for n, one in enumerate(drawn)]
+    """The figure of what was measured, where there is one, and that of the predictions, over the same axis."""
+    drawn = charts_studies.draw_study(lines_along(measured, predicted.axes[0].name))[:4] if measured is not None else []
+    made = [
+        renamed(one, f"{key}-measured-{n}", one.title if n else "Measured here", words=MEASURED_WORDS)
+        for n, one in enumerate(drawn)
+    ]
     words = "In the study's own sizes, by the equations of rowstead plan."
     shown = charts_studies.draw_lines(predicted)
     return [*made, renamed(shown, f"{key}-predicted", "Predicted for the study's machines", words=words)]
 
 
 def item_of(
-    key: str, title: str, paper: str, checks: Checks, measured: Study | None, predicted: Study, *, in_short: str, note: str = ""
+    key: str,
+    title: str,
+    paper: str,
+    checks: Checks,
+    measured: Study | None,
+    predicted: Study,
+    *,
+    in_short: str,
+    note: str = "",
+    compared: Sequence[Compared] = (),
 ) -> Item:
     """A sweep over one axis: what was measured and what is predicted side by side, and what the checks say."""
     return Item(
@@ -114,6 +155,7 @@ def item_of(
         paper=paper,
         differs=checks.words + note,
         verdict=checks.verdict,
+        compared=compared,
         said=checks.said,
         figures=side_by_side(key, measured, predicted),
         measured_words=size_of(measured),

@@ -28,8 +28,14 @@ def entry(kind: str = "measured", machine: str | None = None, **options: Any) ->
     return StoreEntry(record=record, id=str(id(record)), **options)
 
 
-def a_run(root: Path, name: str = "quickstart", *, figures: dict[str, float] | None = None) -> RunView:
-    """A finished quickstart run with these metrics."""
+def a_run(
+    root: Path,
+    name: str = "quickstart",
+    *,
+    figures: dict[str, float] | None = None,
+    machine: dict[str, str | int | float] | None = None,
+) -> RunView:
+    """A finished quickstart run with these metrics, on this machine."""
     folder = RunFolder.create(root, name)
     folder.write_spec(load_recipe("quickstart"))
     record = Record(
@@ -37,6 +43,7 @@ def a_run(root: Path, name: str = "quickstart", *, figures: dict[str, float] | N
         name=name,
         spec_digest="d",
         date=DATE,
+        machine=machine or {},
         figures={"num_steps": 10, "samples_per_s": 5e4, **(figures or {})},
     )
     folder.write_record(record)

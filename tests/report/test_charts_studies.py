@@ -149,3 +149,13 @@ def test_a_bandwidth_that_is_not_known_is_said_and_drawn_in_bytes() -> None:
     assert "rowstead calibrate" in charts[2].words
     assert charts[2].layout["yaxis"]["title"]["text"] == "bytes/s"
     assert charts_populations.draw_uses("fig5", charts_populations.uses([entry(figures={"train_s": 1.0, "cpu_s": 1.0})])) == []
+
+
+def test_what_is_used_has_its_own_unit_where_the_machine_is_not_known() -> None:
+    figures = {"train_s": 10.0, "cpu_s": 5.0, "rss_max_bytes": 1e9, "num_bytes_sent": 1e6}
+    entries = [entry(figures=figures, study="s", point=str(index)) for index in range(3)]
+    charts = charts_populations.draw_uses("s", charts_populations.uses(entries))
+    units = {chart.title.removeprefix("s: "): chart.layout["yaxis"]["title"]["text"] for chart in charts}
+    assert units == {"CPU": "cores", "memory capacity": "bytes", "network": "bytes/s"}
+    tables = [chart.table.rows[0][1] for chart in charts if chart.table is not None]
+    assert tables == ["0.5", "1.0 GB", "100.0 KB/s"]

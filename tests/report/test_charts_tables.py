@@ -41,3 +41,10 @@ def test_feature_sizes_are_those_of_the_recipe() -> None:
     figure = charts_tables.draw_lengths([("m1", sizes)])
     assert figure is not None
     assert figure.traces[0]["y"] == sorted(figure.traces[0]["y"], reverse=True)
+
+
+def test_tables_of_a_run_on_a_cpu_are_in_system_memory(tmp_path: Path) -> None:
+    run = a_run(tmp_path, machine={"cpu": "Some CPU"})
+    assert {table.where for table in charts_tables.placed_tables(run)} == {"host"}
+    run = a_run(tmp_path, machine={"cpu": "Some CPU", "gpu": "Some GPU"})
+    assert {table.where for table in charts_tables.placed_tables(run)} == {"device"}

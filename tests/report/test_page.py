@@ -8,14 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from rowstead.records.events import EventLog
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import RunStore, StoreEntry
+from rowstead.report.html import table_html
 from rowstead.report.inputs import gather
 from rowstead.report.page import page_from, report_page, sections_of
+from rowstead.report.theme import TextTable
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
@@ -228,6 +232,51 @@ def test_two_grids_under_one_name_are_both_drawn(tmp_path: Path) -> None:
     assert (
         len({figure.key for figure in figures}) == len(figures) == 4
     )  # speed and NE, which a log without a teacher has as well
+
+
+def runs_with_curves(root: Path, ends: Sequence[float]) -> None:
+    """A run for each NE, one after the other."""
+    for index, ne in enumerate(ends):
+        run = RunFolder.create(root, "plain")
+        run.write_spec(load_recipe("quickstart"))
+        with closing(EventLog(run.events_file)) as events:
+            events.write("train", step=10, ne=ne, samples_per_s=1e4)
+            events.write("train", step=20, ne=ne, samples_per_s=1e4)
+            events.write("evaluation", step=20, ne=ne)
+            events.write("features", step=20, mean_ids=[3.51] * 8)
+        record = dataclasses.replace(_record("plain", 5e4), date=f"2026-11-15T12:{index:02d}:00+00:00")
+        run.write_record(dataclasses.replace(record, figures={**record.figures, "ne": ne}))
+
+
+def test_the_best_run_is_first_and_drawn_however_old_it_is(tmp_path: Path) -> None:
+    runs_with_curves(tmp_path, [0.8, 0.7, *(0.75 + 0.01 * index for index in range(9))])
+    sections = {section.key: section for section in sections_of(gather([tmp_path]))}
+    assert '<div class="value">plain-002</div>' in sections["overview"].blocks[0]
+    assert "−12.50 % against plain-001" in sections["overview"].blocks[0]
+    rows = [dict(zip(sections["overview"].tables[0].headings, row, strict=True)) for row in sections["overview"].tables[0].rows]
+    assert [(row["run"], row["NE"], row["NE against the best"]) for row in rows[:2]] == [
+        ("plain-002", "0.7000", "best"),
+        ("plain-003", "0.7500", "+7.14 %"),
+    ]
+    (chart,) = [chart for chart in sections["quality"].charts if chart.key == "ne"]
+    in_legend = [trace["name"] for trace in chart.traces if trace["showlegend"]]
+    assert in_legend == [f"plain-{number:03d}" for number in (11, 10, 9, 8, 7, 6, 5, 2)]  # each run once
+
+
+def test_lengths_of_bags_are_those_that_the_run_saw(tmp_path: Path) -> None:
+    runs_with_curves(tmp_path, [0.8])
+    tables = next(section for section in sections_of(gather([tmp_path])) if section.key == "tables")
+    charts = {chart.key: chart for chart in tables.charts}
+    assert charts["feature-lengths"].traces[0]["y"] == [3.51] * 8
+    assert charts["feature-sizes"].table is not None
+    assert {row[2] for row in charts["feature-sizes"].table.rows} == {"3.51"}
+
+
+def test_columns_of_words_wrap_and_columns_of_numbers_are_right_aligned() -> None:
+    table = TextTable("T", ("name", "NE", "why"), (("a", "0.7", "the loss is not finite after the third step"), ("b", "", "")))
+    text = table_html(table)
+    assert '<td>0.7</td><td class="words">the loss' in text
+    assert '<th scope="col">NE</th><th scope="col" class="words">why</th>' in text
 
 
 def test_an_unfinished_run_is_shown_as_such(tmp_path: Path) -> None:

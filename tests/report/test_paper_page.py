@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper_html import commands, page
+from benchmarks.paper_html import commands, page, study_against_prediction
 from benchmarks.paper_item import Checks, Item
 from benchmarks.paper_items import items
 from rowstead.records.store import Contents, RunStore, StoreEntry
@@ -99,7 +99,10 @@ def test_the_power_of_gpus_is_set_beside_the_studys(of_nothing: list[Item]) -> N
     item = next(item for item in of_nothing if item.key == "fig10-power")
     theirs, ours = (figure.traces[0]["z"] for figure in item.figures)
     assert theirs[0] == pytest.approx([0.79, 0.99, 1.47, 1.04], abs=0.006)
-    assert len(ours) == 4  # with the row that the study's figures here leave out
+    assert [len(theirs), len(ours)] == [3, 3]  # the same cells
+    assert (item.figures[0].traces[0]["zmin"], item.figures[0].traces[0]["zmax"]) == (0, 2)
+    assert item.figures[1].table is not None
+    assert len(item.figures[1].table.rows) == 4  # with the row that the study's figures leave out
     assert "64/4" in item.differs
     assert "no joule was measured" in item.differs
 
@@ -174,3 +177,31 @@ def test_the_page_counts_what_holds_and_lists_what_does_not(of_nothing: list[Ite
     for item in of_nothing:
         for statement, holds in item.said:
             assert holds or html.escape(statement) in text, statement
+
+
+def test_each_figure_has_a_badge_with_its_verdict(tmp_path: Path) -> None:
+    text = page(measured(tmp_path))
+    found = {item.key: item.verdict for item in items(measured(tmp_path), load_software("operators-2020"))}
+    kinds = {"yes": "good", "no": "bad", "by construction": "none", "not measured": "none"}
+    for key, verdict in found.items():
+        badge = f'<span class="verdict {kinds.get(verdict, "mixed")}">'
+        assert badge in text.partition(f'<a class="card" href="#{key}">')[2].partition("</a>")[0], key
+        assert badge in text.partition(f'<section id="{key}">')[2].partition("</h2>")[0], key
+
+
+def test_the_first_chart_sets_every_printed_figure_against_its_prediction(of_nothing: list[Item]) -> None:
+    compared = [one for item in of_nothing for one in item.compared]
+    assert len(compared) == 12 + 1 + 3 + 3  # Fig. 10, Fig. 14, and Table III twice
+    chart = study_against_prediction(of_nothing)
+    drawn = [(x, y) for trace in chart.traces[1:] for x, y in zip(trace["x"], trace["y"], strict=True)]
+    assert sorted(drawn) == sorted((one.study, one.ours) for one in compared)
+    assert chart.table is not None
+    assert len(chart.table.rows) == len(compared)
+
+
+def test_a_measured_grid_is_drawn_over_the_axis_of_the_prediction(tmp_path: Path) -> None:
+    item = next(one for one in items(measured(tmp_path), load_software("operators-2020")) if one.key == "fig11")
+    here, predicted = item.figures
+    assert here.layout["xaxis"]["title"]["text"] == predicted.layout["xaxis"]["title"]["text"] == "batch size"
+    assert [trace["name"] for trace in here.traces] == ["measured here, dense features 16", "measured here, dense features 64"]
+    assert here.traces[0]["x"] == [64, 256, 1024]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,48 +21,9 @@ from rowstead.spec.record import Record
 from rowstead.spec.run import load_recipe
 from rowstead.ui.server import Ui
 from tests.ui.browser import chromium, complaints, until
+from tests.ui.page_checks import OVERLAPS, WIDTHS, WRONG_TICKS, check_charts, draw_all, resize, show, violations
 
 pytestmark = pytest.mark.slow
-
-WIDTHS = (1400, 768, 390)
-DRAW_ALL = "plots.forEach((_, index) => draw(index)); return plots.length"
-
-WRONG_TICKS = """
-const number = (text) => {
-  const found = text.replace('−', '-').replace(/[,\\u200b]/g, '').match(/^(-?[\\d.]+)([kMGTµmn%]?)$/);
-  return found && found[1] * ({ k: 1e3, M: 1e6, G: 1e9, T: 1e12, m: 1e-3, 'µ': 1e-6, n: 1e-9, '%': 1e-2 }[found[2]] ?? 1);
-};
-const wrong = [];
-for (const plot of plots) for (const [name, along] of [['xaxis', 'x'], ['yaxis', 'y']]) {
-  const axis = plot._fullLayout?.[name];
-  if (!axis || !['log', 'linear'].includes(axis.type) || !plot._fullLayout._has('cartesian')) continue;
-  const box = plot.getBoundingClientRect();
-  const ticks = [...plot.querySelectorAll(`.${along}axislayer-above .${along}tick text`)].filter((tick) => tick.getBoundingClientRect().width);
-  const values = ticks.map((tick) => number(tick.textContent));
-  if (ticks.length < 2) wrong.push(`${plot.getAttribute('aria-label').slice(0, 40)}: ${name} has ${ticks.length} ticks`);
-  ticks.forEach((tick, i) => {
-    const own = tick.getBoundingClientRect(), at = along === 'x' ? own.x + own.width / 2 - box.x : own.y + own.height / 2 - box.y;
-    const wanted = axis._offset + axis.d2p(values[i]);
-    if (values[i] === null || Math.abs(at - wanted) > 4) wrong.push(`${plot.getAttribute('aria-label').slice(0, 40)}: ${name} ${tick.textContent} at ${at}, not ${wanted}`);
-  });
-}
-return wrong;
-"""
-OVERLAPS = """
-const found = [];
-for (const plot of plots) {
-  const texts = [...plot.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle'), ...plot.parentElement.querySelectorAll('.legend button')]
-    .map((one) => [one.textContent, one.getBoundingClientRect()]).filter(([, box]) => box.width && box.height);
-  for (let i = 0; i < texts.length; i++) for (let j = i + 1; j < texts.length; j++) {
-    const [[one, a], [other, b]] = [texts[i], texts[j]];
-    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left), high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-    if (wide > 1.5 && high > 3) found.push(`${plot.getAttribute('aria-label').slice(0, 40)}: "${one}" and "${other}"`);
-  }
-  for (const [text, box] of texts) if (box.left < -1 || box.right > innerWidth + 1) found.push(`${plot.getAttribute('aria-label').slice(0, 40)}: "${text}" is cut`);
-}
-return found;
-"""
-EMPTY = "return plots.filter((plot) => !plot.calcdata?.length || plot.calcdata.some((trace) => !trace.length)).map((plot) => plot.getAttribute('aria-label').slice(0, 60))"
 
 
 def a_root(root: Path) -> Path:
@@ -111,28 +72,52 @@ def browser() -> Iterator[Chrome]:
         yield driver
 
 
-def show(driver: Chrome, width: int, *, dark: bool) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+def report(root: Path) -> str:
+    return report_page([root])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+def paper(root: Path) -> str:
+    from benchmarks.paper_html import page
+    from tests.report.test_paper_page import measured
+
+    return page(measured(root.parent / "paper"))
+
+
+@pytest.mark.parametrize(("made", "num_charts"), [(report, 12), (paper, 20)])
 def test_charts_have_data_and_honest_ticks_and_no_text_on_another(
-    browser: Chrome, root: Path, tmp_path: Path, width: int
+    browser: Chrome, root: Path, tmp_path: Path, made: Callable[[Path], str], num_charts: int
 ) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(report_page([root]), encoding="utf-8")
-    show(browser, width, dark=width == 768)
+    page = tmp_path / "page.html"
+    page.write_text(made(root), encoding="utf-8")
+    show(browser, WIDTHS[0], dark=False)
     browser.get(page.as_uri())
-    until(lambda: browser.execute_script("return document.querySelectorAll('.figure[data-drawn]').length"))
-    assert browser.execute_script(DRAW_ALL) > 6
-    assert browser.execute_script(EMPTY) == []
-    assert browser.execute_script(WRONG_TICKS) == []
-    assert browser.execute_script(OVERLAPS) == []
-    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    assert draw_all(browser) >= num_charts
+    for width in WIDTHS:
+        resize(browser, width)
+        for dark in (False, True):
+            show(browser, width, dark=dark)
+            check_charts(browser)
+    assert violations(browser) == []  # on a phone in the dark
+    show(browser, WIDTHS[0], dark=False)
+    assert violations(browser) == []
     assert complaints(browser) == []
+
+
+def test_the_checks_see_what_is_wrong(browser: Chrome, root: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(report_page([root / "diverged-001", root / "news-feed-ranking-with-a-long-name-001"]), encoding="utf-8")
+    show(browser, 1400, dark=False)
+    browser.get(page.as_uri())
+    draw_all(browser)
+    check_charts(browser)
+    browser.execute_script(
+        "const [one, other] = document.querySelectorAll('#quality .ytick text'); other.setAttribute('y', one.getAttribute('y'));"
+        "other.setAttribute('x', one.getAttribute('x')); other.setAttribute('transform', one.getAttribute('transform'));"
+        "const image = document.createElement('img'); image.src = 'data:,'; document.querySelector('main').append(image)"
+    )
+    assert browser.execute_script(WRONG_TICKS)
+    assert browser.execute_script(OVERLAPS)
+    assert any("image-alt" in one for one in violations(browser))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rowstead.records.store import StoreEntry
-from rowstead.report.theme import Chart, TextTable, axis, bars, layout, violin
+from rowstead.report.theme import Chart, TextTable, axis, bars, figure_text, layout, violin
 from rowstead.spec.record import Record
 from rowstead.spec.sizes import format_bytes
 
@@ -87,6 +87,8 @@ class Resource:
     capacity: str
     """The fact of a machine with the whole of it."""
     words: str
+    unit: str = "bytes/s"
+    """Of an amount, where the capacity is not known."""
 
     def use(self, record: Record, role: str) -> tuple[float, float | None] | None:
         """What one server of a role uses, and its share of the capacity if that is known; None if it was not measured."""
@@ -101,8 +103,12 @@ class Resource:
         return used, used / whole if isinstance(whole, (int, float)) and whole > 0 else None
 
 
-CPU = Resource("CPU", ("cpu_s",), "num_usable_cores", "Processor time over training time and the cores of the machine.")
-CAPACITY = Resource("memory capacity", ("rss_max_bytes",), "memory_bytes", "Largest resident memory over that of the machine.")
+CPU = Resource(
+    "CPU", ("cpu_s",), "num_usable_cores", "Processor time over training time and the cores of the machine.", "cores"
+)
+CAPACITY = Resource(
+    "memory capacity", ("rss_max_bytes",), "memory_bytes", "Largest resident memory over that of the machine.", "bytes"
+)
 BANDWIDTH = Resource(
     "memory bandwidth",
     ("memory_traffic_bytes",),
@@ -159,6 +165,10 @@ def uses(entries: Sequence[StoreEntry]) -> list[Use]:
     return found
 
 
+def _amount_text(amount: float, unit: str) -> str:
+    return figure_text(amount) if unit == "cores" else format_bytes(amount) + unit.removeprefix("bytes")
+
+
 def draw_uses(name: str, found: Sequence[Use]) -> list[Chart]:
     """The distribution of utilization by role, one chart per resource that at least three runs measured."""
     charts = []
@@ -175,13 +185,15 @@ def draw_uses(name: str, found: Sequence[Use]) -> list[Chart]:
         form, up = (
             ("%{y:.1%}", axis("share", tickformat=".1~%"))
             if is_share
-            else ("%{y:.3s}B/s", axis("bytes/s", exponentformat="SI"))
+            else ("%{y:.3~s} " + resource.unit, axis(resource.unit, exponentformat="SI"))
         )
         traces, rows = [], []
         for index, (one, of_role) in enumerate(zip(mine, values, strict=True)):
             traces.append(violin(one.role, of_role, index, hovertemplate=f"{form}<extra>{one.role}</extra>"))
             numbers = (statistics.fmean(of_role), min(of_role), max(of_role))
-            rows.append((one.role, *(f"{n:.1%}" if is_share else f"{format_bytes(n)}/s" for n in numbers), f"{len(of_role)}"))
+            rows.append(
+                (one.role, *(f"{n:.1%}" if is_share else _amount_text(n, resource.unit) for n in numbers), f"{len(of_role)}")
+            )
         charts.append(
             Chart(
                 key=f"{name}-use-of-{resource.title.replace(' ', '-')}",

@@ -27,7 +27,7 @@ from rowstead.report.theme import (
 from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
-"""Maximum number of runs in a chart, newest first."""
+"""Maximum number of runs in a chart: the newest, and the best one."""
 MAX_SEGMENTS = 50
 """Maximum number of rows of a table of segments."""
 MAX_RANKINGS = 20
@@ -44,6 +44,12 @@ Inks = Mapping[str, int]
 def inks_of(runs: Sequence[RunView]) -> Inks:
     """A color for each run that charts draw."""
     return {run.name: index for index, run in enumerate(runs)}
+
+
+def drawn_runs(runs: Sequence[RunView], *, best: RunView | None) -> list[RunView]:
+    """The newest runs that have something to draw, always with the best one; one that failed without a step has nothing."""
+    found = [run for run in runs if run.has_begun][:MAX_RUNS]
+    return found if best is None or best in found else [*found[: MAX_RUNS - 1], best]
 
 
 FORMER_KEYS = {
@@ -87,7 +93,6 @@ def times_spent(runs: Sequence[RunView]) -> list[TimeSpent]:
 
 def draw_times(spent: Sequence[TimeSpent]) -> Chart | None:
     """Each run's time by phase, as a stacked bar."""
-    spent = spent[:MAX_RUNS]
     if not spent:
         return None
     names = labels(one.name for one in spent)
@@ -117,7 +122,7 @@ def draw_times(spent: Sequence[TimeSpent]) -> Chart | None:
 
 def draw_steps(spent: Sequence[TimeSpent]) -> Chart | None:
     """A mean step of each run as a timeline of its phases."""
-    spent = [one for one in spent if one.step_s][:MAX_RUNS]
+    spent = [one for one in spent if one.step_s]
     if not spent:
         return None
     names = labels(one.name for one in spent)
@@ -183,8 +188,8 @@ def curve(run: RunView, kind: str, figure: str, *, most: int = MAX_POINTS) -> Me
 def quality_curves(runs: Sequence[RunView]) -> list[QualityCurves]:
     """NE during training and on the evaluation split, for runs that have either."""
     found = []
-    log_names = name_logs(runs[:MAX_RUNS])
-    for run in runs[:MAX_RUNS]:
+    log_names = name_logs(runs)
+    for run in runs:
         training, evaluation = curve(run, "train", "ne"), curve(run, "evaluation", "ne")
         if training.steps or evaluation.steps:
             best = curve(run, "evaluation", "ne_best").values
@@ -227,8 +232,9 @@ def _draw_quality(curves: Sequence[QualityCurves], inks: Inks, index: int | None
         ):
             if points.steps:
                 x = [each * step for step in points.steps]
-                options |= {"hovertemplate": f"{hover}, {part}<extra></extra>", "legendgroup": name}
-                traces.append(lines(f"{name}, {part}", x, points.values, inks.get(one.name, 0), **options))
+                in_legend = part == "evaluation" or not one.evaluation.steps
+                options |= {"hovertemplate": f"{hover}, {part}<extra></extra>", "legendgroup": name, "showlegend": in_legend}
+                traces.append(lines(name, x, points.values, inks.get(one.name, 0), **options))
     best = next((one.best for one in curves if one.best is not None), None)  # of the newest run, in case the split was changed
     shapes = [] if best is None else [limit_line(best, f"best possible {best:.4f}", textposition="start", yanchor="bottom")]
     rows = tuple(
@@ -242,10 +248,10 @@ def _draw_quality(curves: Sequence[QualityCurves], inks: Inks, index: int | None
     return Chart(
         key="ne" if index is None else f"ne-{index}",
         title="NE during training" if index is None else f"NE during training on {label(curves[0].log_name)}",
-        words="Normalized entropy: always predicting the mean label gives 1; lower is better. Pale lines are predictions made before each update, over a window."
+        words="Normalized entropy: always predicting the mean label gives 1; lower is better. Pale lines are predictions made before each update, over a window; strong ones the evaluation split."
         + _newest(curves),
         traces=traces,
-        layout=layout(axis(what, rangemode="tozero", exponentformat="SI"), axis("NE"), shapes=shapes),
+        layout=layout(axis(what, rangemode="tozero", exponentformat="SI"), axis("NE"), shapes=shapes, showlegend=True),
         table=TextTable("NE on the evaluation split", ("run", "first", "last", "best possible"), rows),
     )
 
@@ -264,7 +270,7 @@ class Calibration:
 def calibrations(runs: Sequence[RunView]) -> list[Calibration]:
     """The last calibration of each run that recorded one."""
     found = []
-    for run in runs[:MAX_RUNS]:
+    for run in runs:
         events = run.of_kind("calibration")
         if not events:
             continue
@@ -351,7 +357,7 @@ def segments_of(run: RunView) -> TextTable | None:
 
 def speed_curves(runs: Sequence[RunView]) -> list[MetricCurve]:
     """Samples per second during runs."""
-    found = [curve(run, "train", "samples_per_s") for run in runs[:MAX_RUNS]]
+    found = [curve(run, "train", "samples_per_s") for run in runs]
     return [one for one in found if len(one.steps) > 1]
 
 
@@ -379,10 +385,10 @@ def draw_speed(curves: Sequence[MetricCurve], inks: Inks) -> Chart | None:
         title="Throughput during training",
         words="Samples per second since the start, without the first steps, which may compile kernels." + _newest(curves),
         traces=traces,
-        layout=layout(axis("step", rangemode="tozero"), up),
+        layout=layout(axis("step", rangemode="tozero"), up, showlegend=True),
         table=TextTable("Samples per second", ("run", "lowest", "last", "highest"), rows),
     )
 
 
 def _newest(shown: Sequence[object]) -> str:
-    return f" Only the {MAX_RUNS} newest runs are drawn." if len(shown) == MAX_RUNS else ""
+    return f" At most {MAX_RUNS} runs are drawn: the newest, and the best one." if len(shown) == MAX_RUNS else ""

@@ -61,6 +61,7 @@ def draw_sizes(
     title: str = "Hash size against mean length",
     words: str = "Each point is a sparse feature: rows of its table, and its mean ids per example. Table size and traffic need not be correlated.",
     limit: int | None = None,
+    size_title: str = "hash size",
 ) -> Chart | None:
     """Hash size against mean length, by recipe; `limit` is a hash size that all share, drawn as a line."""
     found = [(name, sizes) for name, sizes in found if sizes.names]
@@ -82,8 +83,8 @@ def draw_sizes(
         title=title,
         words=words,
         traces=traces,
-        layout=layout(across, log_axis("size", heights), shapes=shapes),
-        table=TextTable("Features", ("feature", "", "mean ids", "size"), tuple(rows)),
+        layout=layout(across, log_axis(size_title, heights), shapes=shapes),
+        table=TextTable("Features", ("feature", "of", "mean ids", size_title), tuple(rows)),
     )
 
 
@@ -93,12 +94,17 @@ def draw_lengths(found: Sequence[tuple[str, FeatureSizes]], *, title: str = "Mea
     if not found:
         return None
     traces = []
+    rows: list[tuple[str, ...]] = []
     for index, (name, sizes) in enumerate(found):
         falling = sorted(zip(sizes.ids, sizes.names, strict=True), key=lambda one: -one[0])
         ranks, shown = zip(*thinned(list(enumerate(falling, start=1)), MAX_TABLES), strict=True)
         trace = lines(label(name), ranks, [max(length, MIN_LENGTH) for length, _ in shown], index)
         hover = "%{text}<br>rank %{x}<br>%{y:.3~g} ids per example<extra></extra>"
         traces.append(trace | {"text": [label(feature) for _, feature in shown], "hovertemplate": hover})
+        rows += [
+            (feature, name, str(rank), figure_text(length))
+            for rank, (length, feature) in list(zip(ranks, shown, strict=True))[:100]
+        ]
     lengths = [length for trace in traces for length in trace["y"]]
     return Chart(
         key="feature-lengths",
@@ -109,6 +115,7 @@ def draw_lengths(found: Sequence[tuple[str, FeatureSizes]], *, title: str = "Mea
             log_axis("rank of the feature", [rank for trace in traces for rank in trace["x"]]),
             log_axis("mean ids per example", lengths),
         ),
+        table=TextTable("Lengths", ("feature", "of", "rank", "mean ids"), tuple(rows)),
     )
 
 
@@ -131,15 +138,21 @@ def placed_tables(run: RunView) -> list[PlacedTable]:
         return []
     ids = run.mean_ids or mean_ids(spec)
     where = {str(table["name"]): str(table.get("where", "device")) for table in run.placement}
+    facts = {} if run.entry is None else run.entry.record.machine
+    on_cpu = "cpu" in facts and "gpu" not in facts  # there the memory of what trains is system memory
     return [
         PlacedTable(
             name=table.name,
-            where=where.get(table.name, "device"),
+            where=_store(where.get(table.name, "device"), on_cpu=on_cpu),
             num_bytes=float(table.bytes),
             read_bytes=sum(ids[feature] for feature in features.features) * table.row_bytes,
         )
         for table, features in zip(step_work(spec).tables, spec.tables, strict=True)
     ]
+
+
+def _store(name: str, *, on_cpu: bool) -> str:
+    return "host" if name == "device" and on_cpu else name
 
 
 def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "memory") -> Chart | None:
@@ -172,7 +185,7 @@ def draw_placement(run_name: str, tables: Sequence[PlacedTable], *, by: str = "m
         "text": texts, "textinfo": "label+text", "hovertemplate": "%{label}<br>%{text}<extra></extra>",
         "marker": {
             "colors": colors, "colorscale": "@scale", "cmin": 0, "cmax": max(colors) or 1.0, "line": {"color": "@card", "width": 1},
-            "colorbar": {"title": {"text": "bytes read<br>per example" if memory else "bytes"}, "thickness": 12, "exponentformat": "SI", "len": 0.9},
+            "colorbar": {"title": {"text": "bytes read per example" if memory else "bytes of memory", "side": "top"}, "thickness": 10, "exponentformat": "SI", "orientation": "h", "y": 0, "yanchor": "top"},
         },
         "tiling": {"pad": 2}, "pathbar": {"visible": False},
     }  # fmt: skip

@@ -111,6 +111,7 @@ def _sizes(statistics: LogStatistics) -> Chart | None:
         title="Size against mean length",
         words="Each point is a sparse feature: its number of distinct ids and its mean ids per example.",
         limit=rows[0] if len(set(rows)) == 1 else None,
+        size_title="ids",
     )
 
 

@@ -85,6 +85,14 @@ class RunView:
         return f"failed after {count(int(self.figures.get('num_steps', 0)), 'step')}: {self.entry.failure}"
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it left a result or events."""
+        with contextlib.suppress(OSError):
+            if self.folder.events_file.stat().st_size > 0:
+                return True
+        return self.entry is not None and self.entry.failure is None
+
+    @property
     def mean_ids(self) -> tuple[float, ...] | None:
         """Mean ids per example of each sparse feature, as measured, or as drawn for a synthetic log; None if unknown."""
         if self.spec is None:

@@ -17,18 +17,21 @@ from rowstead.report.inputs import ReportInputs, RunView, gather, name_logs
 from rowstead.report.terminal import count
 from rowstead.report.theme import Chart, TextTable, figure_text, words_of
 from rowstead.spec.catalogue import HERE
+from rowstead.spec.sizes import format_bytes
 
 FIGURES = {
-    "samples_per_s": "samples/s",
     "ne": "NE",
     "ne_expected": "NE, expected",
     "auc": "AUC",
     "calibration": "calibration",
+    "samples_per_s": "samples/s",
     "num_samples": "samples",
     "train_s": "seconds",
-    "peak_memory_bytes": "peak bytes",
+    "peak_memory_bytes": "peak memory",
 }
 """Figures in the table of runs."""
+QUALITY = ("ne", "ne_expected", "auc", "calibration")
+"""Figures of which the fourth decimal matters."""
 MAX_SURFACES = 4
 MAX_LOGS = 8
 """Maximum number of logs with a table of runs."""
@@ -135,24 +138,47 @@ def overview(inputs: ReportInputs) -> Section:
     shown = [key for key in FIGURES if any(key in run.figures for run in inputs.runs)]
     log_names = name_logs(inputs.runs[:MAX_RECIPES_READ])
     for index, (log, runs) in enumerate(groups.items()):
+        if index == MAX_LOGS:
+            break
         rows = tuple(
             (
                 run.name,
+                *(_figure_text(key, run.figures.get(key)) for key in shown),
+                _change_text(run.ne, runs[0].ne) if run is not runs[0] else "best" if run.ne is not None else "",
                 run.status,
                 run.entry.record.date[:16].replace("T", " ") if run.entry else "",
-                *(figure_text(run.figures.get(key)) for key in shown),
             )
             for run in runs
         )
         title = "Runs" if len(groups) == 1 else f"Runs on {log_names.get(log, 'older logs')}"
-        if index < MAX_LOGS:
-            tables.append(TextTable(title, ("run", "status", "date", *(FIGURES[key] for key in shown)), rows))
+        headings = ("run", *(FIGURES[key] for key in shown), "NE against the best", "status", "date")
+        tables.append(_without_empty(TextTable(title, headings, rows)))
     studies = inputs.contents.studies
     if studies:
         counts = {name: count_kinds(newest(inputs.contents.of(study=name))) for name in studies}
         rows = tuple((name, source, *(f"{number:,}" for number in counts[name])) for name, source in studies.items())
         tables.append(TextTable("Studies", ("study", "kind", "measured", "predicted", "failed"), rows))
     return Section(key="overview", title="Overview", blocks=blocks, tables=tables)
+
+
+def _figure_text(key: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if key in QUALITY and abs(value) < 100:
+        return f"{value:.4f}"
+    return format_bytes(value) if key.endswith("_bytes") else figure_text(value)
+
+
+def _change_text(value: float | None, before: float | None) -> str:
+    """A change in percent with its sign; empty if either is unknown."""
+    return "" if value is None or not before else f"{100 * (value / before - 1):+.2f} %".replace("-", "−")
+
+
+def _without_empty(table: TextTable) -> TextTable:
+    """The table without columns that say nothing."""
+    kept = [index for index in range(len(table.headings)) if any(row[index] not in ("", "best") for row in table.rows)]
+    rows = tuple(tuple(row[index] for index in kept) for row in table.rows)
+    return TextTable(table.title, tuple(table.headings[index] for index in kept), rows)
 
 
 def _by_log(runs: Sequence[RunView]) -> dict[str, list[RunView]]:
@@ -172,11 +198,12 @@ def _change(best: RunView, finished: Sequence[RunView]) -> str:
     if best.ne is None or not before:
         return ""
     last = max(before, key=lambda run: run.entry.record.date if run.entry else "")
-    return f"{100 * (best.ne / (last.ne or 1.0) - 1):+.2f} % against {last.name}"
+    return f"{_change_text(best.ne, last.ne)} against {last.name}"
 
 
 def _run_sections(runs: Sequence[RunView]) -> list[Section]:
-    spent = charts_runs.times_spent(runs[: 4 * charts_runs.MAX_RUNS])
+    runs = charts_runs.drawn_runs(runs, best=next((one[0] for one in _by_log(runs).values() if one[0].ne is not None), None))
+    spent = charts_runs.times_spent(runs)
     inks = charts_runs.inks_of(runs)
     time = [
         charts_runs.draw_steps(spent),
@@ -266,7 +293,7 @@ def _quality_section(name: str, inputs: ReportInputs) -> Section:
 
 def _tables_section(runs: Sequence[RunView]) -> Section:
     by_recipe: dict[str, RunView] = {}
-    for run in runs[:MAX_RECIPES_READ]:
+    for run in sorted(runs[:MAX_RECIPES_READ], key=lambda run: run.status != "finished"):
         if run.spec is not None and run.spec.features.sparse and run.mean_ids is not None:
             by_recipe.setdefault(run.spec.name, run)
         if len(by_recipe) == charts_runs.MAX_RUNS:

@@ -120,7 +120,7 @@ def script_json(value: Any) -> str:
 def axis(title: str, **options: Any) -> dict[str, Any]:
     """A plain axis."""
     plain = {"automargin": True, "zeroline": False, "gridcolor": "@line", "linecolor": "@line"}
-    return {"title": {"text": title}, **plain, **options}
+    return {"title": {"text": title, "standoff": 8}, **plain, **options}
 
 
 def log_axis(title: str, values: Iterable[float], **options: Any) -> dict[str, Any]:
