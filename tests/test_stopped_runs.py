@@ -130,6 +130,32 @@ def test_a_run_whose_terminal_is_gone_saves(tmp_path: Path) -> None:
     assert_saved(tmp_path / "out")
 
 
+IN_A_DESTRUCTOR = """
+import signal, time
+import rowstead.cli.app
+from rowstead.cli import main
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def app(standalone_mode):
+    Interrupted()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+rowstead.cli.app.app = app
+main.command()
+"""
+
+
+def test_ctrl_c_that_arrives_in_a_destructor_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_DESTRUCTOR], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 130
+    assert done.stderr == "error: interrupted: progress since the last checkpoint is lost\n"
+
+
 @pytest.mark.slow
 def test_ctrl_c_during_start_up_prints_no_traceback(tmp_path: Path) -> None:
     """While it imports, compiles and opens its log: compiled kernels are not kept, so that some are compiled."""

@@ -57,7 +57,7 @@ def test_a_fleet_learns_with_every_sync_policy_and_with_stale_look_ups(sync: lis
     num_steps = num_readers * -(-NUM_STEPS // num_readers)  # each reader has a last batch
     assert (figures["num_steps"], figures["num_samples"]) == (num_steps, NUM_STEPS * 64)
     assert (figures["num_restarts"], figures["num_batches_repeated"], figures["num_lost_updates"]) == (0, 0, 0)
-    assert figures["trainer_num_exchanges"] > 10
+    assert figures["trainer_num_exchanges"] > 5  # fewer than its share where a trainer starts late
     assert figures["trainer_num_missed"] == 0
     assert (figures["trainer_num_lookups_early"] > NUM_STEPS / 2) == (spec.train.sync.staleness > 0)
     assert figures["ne"] == pytest.approx(ne_of_one_process(), rel=0.04)

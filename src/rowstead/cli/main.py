@@ -22,7 +22,16 @@ INTERRUPTED = "interrupted: progress since the last checkpoint is lost"
 def command() -> None:
     """The console script: `main`, without a traceback for a Ctrl-C during imports and exit."""
     report_unraisable, report_thread = sys.unraisablehook, threading.excepthook
-    sys.unraisablehook = lambda args: None if _Interrupted.was_raised else report_unraisable(args)
+
+    def unraisable(args: sys.UnraisableHookArgs) -> None:
+        if not _Interrupted.was_raised:
+            report_unraisable(args)
+        elif args.exc_type is _Interrupted:  # it came within a callback or a destructor, and would be lost
+            again = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+            again.daemon = True
+            again.start()
+
+    sys.unraisablehook = unraisable
     threading.excepthook = lambda args: None if _Interrupted.was_raised else report_thread(args)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # before and after `main`, which has a handler of its own
     main()
