@@ -23,7 +23,7 @@ import typer
 from docs.api_page import api_page
 from docs.results import headlines, performance_page
 from rowstead.cli.app import app
-from rowstead.spec.heads import HEADS
+from rowstead.spec.heads import HEADS, TASK_HEADS, TaskHeadSpec, TaskSpec
 from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.networks import NETWORKS
@@ -49,6 +49,8 @@ REGISTRIES: dict[tuple[type, str], Mapping[str, Any]] = {
     (TablePlacementSpec, "where"): {name: STORES[name] for name in IN_RECIPES},
     (ModelSpec, "network"): NETWORKS,
     (TrainSpec, "loss"): HEADS,
+    (TaskSpec, "loss"): HEADS,
+    (TaskHeadSpec, "kind"): TASK_HEADS,
     (SyncSpec, "mode"): SYNC_MODES,
     (SyncSpec, "rule"): SYNC_RULES,
 }

@@ -32,6 +32,12 @@ REGULAR = [
     "train.dense_optimizer={kind: adamw, lr: 0.01, weight_decay: 0.1}",
     "train.label_smoothing=0.1",
 ]
+SEVERAL_LABELS = [
+    "data.synth.conversion={rate: 0.3}",
+    "model.tasks=[{name: click, label: label}, {name: buy, label: conversion, weight: 0.5}]",
+    "model.task_head={kind: ple, width: 8, experts: 1, task_experts: 2, levels: 2, expert: [6], tower: [4]}",
+]
+ESMM = [*SEVERAL_LABELS, "model.task_head.kind=esmm"]
 DENSE_VECTORS = ["model.interaction.num_dense_vectors=3", "model.interaction.pairs=dense_sparse"]
 
 
@@ -46,6 +52,7 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
     exact += [{"shards": MIX, "num_steps": 12, "changes": [*CLIPPED, "train.sparse_optimizer.kind=adam"]}]
     exact += [{"shards": MIX, "num_steps": 12, "changes": DENSE_VECTORS}]
     exact += [{"shards": shards, "num_steps": 12, "changes": REGULAR} for shards in (MIX, "column")]
+    exact += [{"shards": "row", "num_steps": 12, "changes": changes} for changes in (SEVERAL_LABELS, ESMM)]
     # Without Adagrad's first steps, which make a whole step of a gradient that is nearly zero, whichever way it is rounded.
     descent = ["train.dense_optimizer.kind=sgd", "train.sparse_optimizer.kind=sgd"]
     rounded: list[Settings] = [

@@ -108,6 +108,13 @@ def test_one_trainer_of_dense_vectors_and_pairs_ends_at_the_weights_of_one_proce
     check_one_trainer(small_spec("train.max_steps=40", *interaction), 1, tmp_path)
 
 
+@pytest.mark.slow
+def test_one_trainer_of_several_labels_ends_at_the_weights_of_one_process(tmp_path: Path) -> None:
+    labels = ("data.synth.conversion={}", "model.tasks=[{name: click, label: label}, {name: buy, label: conversion}]")
+    head = "model.task_head={kind: mmoe, width: 8, experts: 2, expert: [6], tower: [4]}"
+    check_one_trainer(small_spec("train.max_steps=40", *labels, head), 1, tmp_path)
+
+
 def check_one_trainer(spec: RunSpec, num_dense: int, tmp_path: Path) -> None:
     fleet = FleetSpec(num_trainers=1, num_sparse=2, num_dense=num_dense, num_readers=1)
     result = train_fleet(dataclasses.replace(spec, fleet=fleet), out=tmp_path / "fleet", dtype=torch.float64)

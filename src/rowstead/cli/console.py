@@ -26,6 +26,12 @@ from rowstead.training.segments import Segments
 
 def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     """An evaluation as names and values."""
+    if quality.tasks:
+        return [(f"{task}: {name}", text) for task, one in quality.tasks.items() for name, text in quality_rows(one)]
+    if quality.log_loss is None:
+        rows = [("MSE", f"{quality.mse:.6g}"), ("mean prediction", f"{quality.mean_prediction:.6g}")]
+        rows.append(("mean label", f"{quality.mean_label:.6g}"))
+        return [*rows, *_missing_row(quality)]
     rows = [("NE", f"{quality.ne:.4f}" if quality.ne is not None else "undefined: all labels are equal")]
     if quality.ne_train_rate is not None:
         rows.append(
@@ -48,7 +54,14 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     if quality.calibration is not None:
         rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))
     rows.append(("MSE", f"{quality.mse:.4f}"))
-    return rows
+    return [*rows, *_missing_row(quality)]
+
+
+def _missing_row(quality: Quality) -> list[tuple[str, str]]:
+    """Of a task some of whose labels are missing, how many."""
+    if not quality.num_missing:
+        return []
+    return [("labels missing", f"{quality.num_missing:,} of {quality.num_samples + quality.num_missing:,}, not counted")]
 
 
 def ranking_rows(ranking: Ranking) -> list[tuple[str, str]]:

@@ -76,12 +76,18 @@ class BatchTotals:
     weight: float
     """Sum of the example weights; the number of examples where there are none."""
     mean_label: float
-    """Weighted mean."""
+    """Weighted mean; 0 where examples have several labels."""
+    task_weights: tuple[float, ...] = ()
+    """Where examples have several labels, for each the sum of the weights of the examples that have it."""
 
     @classmethod
     def of(cls, labels: Tensor, weights: Tensor | None) -> BatchTotals:
-        """Totals from the examples' labels [B] and weights [B]."""
-        count = labels.numel()
+        """Totals from the examples' labels, [B] or [B, T], and weights [B]."""
+        count = len(labels)
+        if labels.dim() == 2:
+            own = torch.ones(count, dtype=torch.float64) if weights is None else weights.double()
+            of_tasks = torch.where(labels.isnan(), 0, own.to(labels.device).unsqueeze(1)).sum(dim=0)
+            return cls(num_samples=count, weight=float(own.sum()), mean_label=0.0, task_weights=tuple(of_tasks.tolist()))
         if weights is None:
             return cls(num_samples=count, weight=float(count), mean_label=float(labels.mean()) if count else 0.0)
         exact = weights.double()
@@ -118,11 +124,11 @@ class Batch:
     sparse: Sparse
     """The ids of all sparse features."""
     labels: Tensor | None = None
-    """float32 [B], from 0 to 1; absent when predicting."""
+    """float32 [B], from 0 to 1, or of a model with tasks [B, T], NaN where one is missing; absent when predicting."""
     weights: Tensor | None = None
     """Example weights, float32 [B]."""
     true_p: Tensor | None = None
-    """True click probabilities, float32 [B]; only a synthetic log knows them."""
+    """True probabilities of the labels, float32 [B] or [B, T]; only a synthetic log knows them."""
     groups: Tensor | None = None
     """Values of the log's `group_columns`, such as user and country, int64 [B, G]; only for evaluation, and only in the global batch on the CPU."""
     global_totals: BatchTotals | None = None

@@ -19,11 +19,11 @@ class RawBlock:
     offsets: tuple[NDArray[np.int64], ...]
     """Per sparse feature, [R + 1], the first 0: row r owns ids[offsets[r] : offsets[r+1]]."""
     labels: NDArray[np.float32] | None = None
-    """[R]."""
+    """[R], or with several labels [R, T], NaN where one is missing."""
     weights: NDArray[np.float32] | None = None
     """Example weights [R]."""
     true_p: NDArray[np.float32] | None = None
-    """True click probabilities [R]."""
+    """True probabilities of the labels, [R] or [R, T]."""
     groups: NDArray[np.int64] | None = None
     """Values of the log's `group_columns`, such as user and country, as raw 64-bit ids [R, G]."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -29,6 +29,7 @@ from rowstead.kernels.cpu.memory import address_of, floats_at
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec
 
+T = TypeVar("T")
 IdKinds = Mapping[str, str]
 """For each sparse column `text` or `integers`."""
 NO_GROUP = -(2**63)
@@ -42,13 +43,16 @@ class ColumnReader:
         self,
         features: FeaturesSpec,
         *,
-        label: str | None = None,
+        label: str | Sequence[str] | None = None,
         weight: str | None = None,
         true_p: str | None = None,
         groups: Sequence[str] = (),
         id_kinds: IdKinds | None = None,
     ) -> None:
-        """`groups` name columns whose values group rows. `id_kinds` are those of the model's training; columns of another kind are refused."""
+        """`label` names the column of the labels, or one per task, and `groups` columns whose values group rows.
+
+        `id_kinds` are those of the model's training; columns of another kind are refused.
+        """
         self.expected_kinds = id_kinds or {}
         self.dense_features, self.sparse_features = features.expanded_dense(), features.expanded_sparse()
         self.num_groups = len(groups)
@@ -58,9 +62,12 @@ class ColumnReader:
         """Columns of ids; the last are those of the groups."""
         self.lengths = {str(f.column): f.length for f in self.dense_features if f.length is not None}
         """How many numbers each row of a column of lists has."""
-        named = {"labels": label, "weights": weight, "true_p": true_p}
+        self.num_tasks = 0 if label is None or isinstance(label, str) else len(label)
+        """Labels of each row where they are several."""
+        labels = {"labels": label} if label is None or isinstance(label, str) else task_scalars(label)
+        named = {**labels, "weights": weight, "true_p": true_p}
         self.scalars = {field: column for field, column in named.items() if column is not None}
-        """Columns with one number per row, by the field of a `RawBlock` that they become."""
+        """Columns with one number per row, by the field of a `RawBlock` that they become, or of which they become a column."""
         self.names = tuple(dict.fromkeys([*self.dense, *self.sparse, *self.scalars.values()]))
         """Every column to read, once."""
 
@@ -131,7 +138,12 @@ class ColumnReader:
                 has_value = np.diff(offsets) > 0
                 groups[has_value, column] = ids[offsets[:-1][has_value]]
         ids_of, offsets_of = (tuple(bag[part] for bag in bags) for part in (0, 1))
-        return RawBlock(dense=dense, ids=ids_of, offsets=offsets_of, groups=groups, **scalars)
+        found = dict(scalars)
+        if self.num_tasks:
+            labels = np.empty((len(dense), self.num_tasks), np.float32)
+            interleave([found.pop(name) for name in task_scalars(range(self.num_tasks))], labels, np.arange(self.num_tasks))
+            found["labels"] = labels
+        return RawBlock(dense=dense, ids=ids_of, offsets=offsets_of, groups=groups, **found)
 
     def _table(self, rows: Mapping[str, Any]) -> pa.Table:
         """The needed columns (lists, NumPy arrays, Arrow arrays) as an Arrow table."""
@@ -145,6 +157,11 @@ class ColumnReader:
             short, long = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
             raise DataError(f"columns differ in length: `{short}` has {lengths[short]} rows, `{long}` has {lengths[long]}")
         return pa.table(arrays)
+
+
+def task_scalars(values: Iterable[T]) -> dict[str, T]:
+    """The values of several labels by the names that they have among columns with one number per row."""
+    return {f"labels.{task}": value for task, value in enumerate(values)}
 
 
 class ColumnValues:

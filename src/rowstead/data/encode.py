@@ -5,6 +5,7 @@ Letters: B examples of the batch, F sparse features, Fd dense features, K blocks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numba
@@ -44,7 +45,7 @@ def run_sequentially(count: int, work: Callable[[int], int]) -> list[int]:
 
 
 SCALARS = ("labels", "weights", "true_p")
-"""Columns with one number per example; a batch has them by the same names."""
+"""Columns with one number per example, or with one per task; a batch has them by the same names."""
 
 
 class RawRows:
@@ -119,14 +120,16 @@ class Encoder:
         ids, values = all_ids.numpy(), dense.numpy()
         raw = values if self.transforms.is_identity else np.empty_like(values)
         names = [name for name in SCALARS if all(getattr(block, name) is not None for block in rows.blocks)]
-        scalars = {name: allocate((num_samples,), torch.float32) for name in names}
+        shapes = {name: getattr(rows.blocks[0], name).shape[1:] for name in names}
+        scalars = {name: allocate((num_samples, *shapes[name]), torch.float32) for name in names}
+        widths = np.array([math.prod(shapes[name]) for name in names], np.int64)
         columns = np.array([_column_addresses(rows, name) for name in names], np.int64).reshape(len(names), len(rows.blocks))
         targets = np.array([scalar.data_ptr() for scalar in scalars.values()], np.int64)
         num_parts = max(1, min(num_parts, num_samples))
 
         def gather(part: int) -> int:
             where = (part, num_parts, addresses, block_of, row_of)
-            outside = _gather_part(*where, self._hash, self._num_rows, offsets, ids, raw, columns, targets)
+            outside = _gather_part(*where, self._hash, self._num_rows, offsets, ids, raw, columns, widths, targets)
             if raw is not values:
                 start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
                 self.transforms.apply(raw[start:stop], out=values[start:stop])
@@ -151,9 +154,10 @@ def compute_totals(rows: RawRows, order: NDArray[np.int64]) -> BatchTotals | Non
     def gather(name: str) -> torch.Tensor | None:
         if any(getattr(block, name) is None for block in rows.blocks):
             return None
-        values = np.empty(len(order), np.float32)
+        shape = getattr(rows.blocks[0], name).shape[1:]
+        values = np.empty((len(order), math.prod(shape)), np.float32)
         _gather_scalar(np.array(_column_addresses(rows, name), np.int64), block_of, row_of, values)
-        return torch.from_numpy(values)
+        return torch.from_numpy(values).view(len(order), *shape)
 
     labels, weights = gather("labels"), gather("weights")
     return None if labels is None else BatchTotals.of(labels, weights)
@@ -203,9 +207,12 @@ def _gather_dense(addresses, block_of, row_of, dense):  # type: ignore[no-untype
 
 @_kernel
 def _gather_scalar(addresses, block_of, row_of, out):  # type: ignore[no-untyped-def]
-    """Gather one float32 per example into out [B], from the blocks' columns at addresses [K]."""
+    """Gather N float32 per example into out [B, N], from the blocks' values [R, N] at addresses [K]."""
+    num = out.shape[1]
     for b in range(len(block_of)):
-        out[b] = floats_at(addresses[block_of[b]], row_of[b] + 1)[row_of[b]]
+        values = floats_at(addresses[block_of[b]] + 4 * num * row_of[b], num)
+        for i in range(num):
+            out[b, i] = values[i]
 
 
 @_kernel
@@ -262,18 +269,20 @@ def _measure(starts, order, addresses, max_ids, block_of, row_of, offsets):  # t
 
 @_kernel
 def _gather_part(  # type: ignore[no-untyped-def]
-    part, num_parts, addresses, block_of, row_of, hash_of, num_rows, offsets, ids, dense, columns, targets
+    part, num_parts, addresses, block_of, row_of, hash_of, num_rows, offsets, ids, dense, columns, widths, targets
 ):
     """Gather one part of a batch: dense values and scalars of some examples, and some of the bags.
 
-    columns [S, K] are the addresses of each scalar in each block, targets [S] where to write them. Returns as `_gather_ids`.
+    columns [S, K] are the addresses of each scalar in each block, widths [S] how many numbers of it an example has, targets [S] where to
+    write them. Returns as `_gather_ids`.
     """
     num_samples, num_bags = len(block_of), len(block_of) * len(hash_of)
     start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
     blocks, rows = block_of[start:stop], row_of[start:stop]
     _gather_dense(addresses, blocks, rows, dense[start:stop])
     for scalar in range(len(targets)):
-        _gather_scalar(columns[scalar], blocks, rows, floats_at(targets[scalar], num_samples)[start:stop])
+        target = floats_at(targets[scalar], num_samples * widths[scalar]).reshape(num_samples, widths[scalar])
+        _gather_scalar(columns[scalar], blocks, rows, target[start:stop])
     first, last = num_bags * part // num_parts, num_bags * (part + 1) // num_parts
     return _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, first, last)
 

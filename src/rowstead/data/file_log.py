@@ -31,6 +31,7 @@ from rowstead.records.usage import usable_cores
 from rowstead.spec.data import FileLogSpec
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.heads import TaskSpec
 
 Split = Literal["train", "eval", "test", "all"]
 
@@ -53,22 +54,24 @@ class FileLog(ABC):
         split: Split = "train",
         with_labels: bool = True,
         id_kinds: IdKinds | None = None,
+        tasks: Sequence[TaskSpec] = (),
     ) -> None:
         """`all` is every row of `spec.train`. Without labels (for prediction) only feature columns are read.
 
-        `id_kinds` are those of the model's training; files of other kinds are refused.
+        `id_kinds` are those of the model's training; files of other kinds are refused. `tasks` name the labels of a model with several.
         """
         self.spec, self.split = spec, split
         self.threads = spec.decode_threads or usable_cores()
         self.cpu_slots = threading.Semaphore(choose_num_busy(spec.decode_threads, usable_cores()))
         """Held by a thread while it decodes or makes a batch. With more busy threads than cores, one would now and then be preempted while
         it holds the GIL, and all others would wait for it."""
-        named = {"label": spec.label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
+        label = [str(task.label) for task in tasks] if tasks else spec.label
+        named: dict[str, Any] = {"label": label, "weight": spec.weight, "true_p": spec.true_p} if with_labels else {}
         groups = spec.group_columns if with_labels and split != "train" else ()  # training has no use for them
         self.columns = ColumnReader(features, **named, groups=groups, id_kinds=id_kinds)
         self.id_kinds: dict[str, str] = {}
         """Whether each sparse column holds text or integers."""
-        self._rule = RowRule(features, label=named.get("label"), weight=named.get("weight"))
+        self._rule = RowRule(features, label=spec.label, weight=named.get("weight"), tasks=tasks)
         own_files = {"eval": spec.eval, "test": spec.test}.get(split, ())
         patterns = own_files or spec.train
         self.files: list[LogFile] = find_files(patterns, self.spec.suffixes)

@@ -32,6 +32,7 @@ from rowstead.records.cost import Cost
 from rowstead.records.usage import usable_cores
 from rowstead.spec.data import FileLogSpec, SplitName
 from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.heads import TaskSpec
 
 UNSHUFFLED_WINDOW = 8_192
 """Rows of a window without shuffling; visible only when resuming."""
@@ -47,9 +48,16 @@ Part = tuple[RawRows, NDArray[np.int64]]
 class FileSplit(LogSplit):
     """One split of a log in files with the columns that `features` select."""
 
-    def __init__(self, spec: FileLogSpec, features: FeaturesSpec, split: SplitName, id_kinds: IdKinds | None = None) -> None:
+    def __init__(
+        self,
+        spec: FileLogSpec,
+        features: FeaturesSpec,
+        split: SplitName,
+        id_kinds: IdKinds | None = None,
+        tasks: Sequence[TaskSpec] = (),
+    ) -> None:
         self._features, self._split = features, split
-        self._log = open_file_log(spec, features, split=split, id_kinds=id_kinds)
+        self._log = open_file_log(spec, features, split=split, id_kinds=id_kinds, tasks=tasks)
         self.id_kinds = {**(id_kinds or {}), **self._log.id_kinds}
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:

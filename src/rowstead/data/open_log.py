@@ -99,14 +99,16 @@ def open_split(spec: RunSpec, split: SplitName, id_kinds: IdKinds | None = None)
     """Open one split of a spec's log, of whichever kind."""
     log = spec.data.log
     module, name = log.split_class.split(":")
-    opened: LogSplit = getattr(importlib.import_module(module), name)(log, spec.features, split, id_kinds)
+    tasks = {"tasks": spec.model.tasks} if spec.model.tasks else {}
+    opened: LogSplit = getattr(importlib.import_module(module), name)(log, spec.features, split, id_kinds, **tasks)
     return opened
 
 
 def read_raw_blocks(spec: RunSpec, data: list[str] | None = None, max_rows: int | None = None) -> Iterator[RawBlock]:
     """Raw rows of a spec's training split, or of other files with the same features."""
     if data is not None:
-        return open_file_log(files_like(spec, data), spec.features, split="all").raw_blocks(max_rows)
+        tasks = spec.model.tasks
+        return open_file_log(files_like(spec, data), spec.features, split="all", tasks=tasks).raw_blocks(max_rows)
     return open_split(spec, "train").raw_blocks(max_rows)
 
 

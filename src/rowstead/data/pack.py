@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from rowstead.records.plain_files import is_count, parse_json, read_plain
 from rowstead.records.usage import usable_cores
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import FeaturesSpec, Table
+from rowstead.spec.heads import HEADS, TaskSpec
 from rowstead.spec.parse import to_plain
 from rowstead.spec.run import RunSpec
 
@@ -89,18 +90,30 @@ class Log:
             ]
             for name, split in self.splits.items()
         }
-        plain = {"data": {kind: read, **learned}, "features": {"dense": to_plain(dense), "sparse": sparse}, "files": files}
+        plain: dict[str, Any] = {
+            "data": {kind: read, **learned},
+            "features": {"dense": to_plain(dense), "sparse": sparse},
+            "files": files,
+        }
+        if spec.model.tasks:
+            plain["labels"] = [{"column": task.label, "range": HEADS[task.loss].label_range} for task in spec.model.tasks]
         return dict(json.loads(json.dumps(plain)))
 
 
 def find_columns(
-    features: FeaturesSpec, tables: tuple[Table, ...], scalars: tuple[str, ...], *, num_groups: int = 0
+    features: FeaturesSpec,
+    tables: tuple[Table, ...],
+    scalars: tuple[str, ...],
+    *,
+    num_groups: int = 0,
+    tasks: Sequence[TaskSpec] = (),
 ) -> PackedColumns:
     """The columns of packed rows with these features."""
     last = {feature: table.num_rows - 1 for table in tables for feature in table.features}
     num_dense = len(features.expanded_dense())
     last_rows = tuple(last[i] for i in range(len(last)))
-    return PackedColumns(num_dense=num_dense, last_rows=last_rows, scalars=scalars, num_groups=num_groups)
+    ranges = tuple(HEADS[task.loss].label_range for task in tasks)
+    return PackedColumns(num_dense=num_dense, last_rows=last_rows, scalars=scalars, num_groups=num_groups, label_ranges=ranges)
 
 
 # Writing
@@ -216,7 +229,9 @@ def _write_split(
                     scalars = names
                     num_groups = 0 if rows.groups is None else rows.groups.shape[1]
                     writer = PackedWriter(
-                        folder, name, find_columns(spec.features, spec.tables, scalars, num_groups=num_groups)
+                        folder,
+                        name,
+                        find_columns(spec.features, spec.tables, scalars, num_groups=num_groups, tasks=spec.model.tasks),
                     )
                 assert names == scalars, "all pieces have the same columns"
                 num_rows = len(rows.lengths) if good is None else len(good)
@@ -248,7 +263,13 @@ def _pack_piece(encoder: Encoder, make: Callable[[], LogPiece]) -> tuple[PackedR
     """The good rows of a piece, which scalars they have, and which rows were good."""
     piece = make()
     batch = encoder.encode(piece.block, None if piece.good is None else np.flatnonzero(piece.good))
-    names = tuple(name for name in SCALARS if getattr(batch, name) is not None)
+    found = {name: value for name in SCALARS if (value := getattr(batch, name)) is not None}
+    scalars = {
+        name if value.dim() == 1 else f"{name}.{index}": column.numpy()
+        for name, value in found.items()
+        for index, column in enumerate([value] if value.dim() == 1 else value.T.contiguous())
+    }
+    names = tuple(scalars)
     sparse, num_samples = batch.sparse, batch.num_samples
     ids_dtype = find_columns(encoder.features, encoder.tables, names).ids_dtype
     if sparse.num_features:
@@ -256,7 +277,7 @@ def _pack_piece(encoder: Encoder, make: Callable[[], LogPiece]) -> tuple[PackedR
         ids, lengths, _ = to_example_major(sparse.ids.numpy(), sparse.offsets.numpy(), sparse.num_features, kind)
     else:
         ids, lengths = np.empty(0, np.int32), np.empty((num_samples, 0), np.int32)
-    values = tuple(getattr(batch, name).numpy() for name in names)
+    values = tuple(scalars.values())
     groups = None if batch.groups is None else batch.groups.numpy()
     return PackedRows(dense=batch.dense.numpy(), lengths=lengths, ids=ids, scalars=values, groups=groups), names, piece.good
 
@@ -292,7 +313,11 @@ def open_pack(log: Log, folder: Path) -> Pack:
 
 def _open_split(log: Log, folder: Path, name: str, plain: dict[str, Any]) -> PackedSplit:
     scalars = tuple(plain["scalars"])
-    if scalars != tuple(scalar for scalar in SCALARS if scalar in scalars):
+    tasks = log.spec.model.tasks
+    known = [f"{name}.{index}" if tasks and name != "weights" else name for name in SCALARS for index in range(len(tasks) or 1)]
+    num_labels = [sum(scalar.startswith(f"{name}.") for scalar in scalars) for name in ("labels", "true_p")]
+    is_whole = all(count in (0, len(tasks)) for count in num_labels)
+    if scalars != tuple(scalar for scalar in dict.fromkeys(known) if scalar in scalars) or not is_whole:
         raise ValueError(f"the scalars of the {name} split are {scalars}")
     files = []
     for file, size in plain["files"]:
@@ -305,7 +330,7 @@ def _open_split(log: Log, folder: Path, name: str, plain: dict[str, Any]) -> Pac
     num_groups = len(files_spec.group_columns) if files_spec is not None and name != "train" else 0
     if plain["num_groups"] != num_groups:
         raise ValueError(f"the {name} split has {plain['num_groups']} columns of groups, and the recipe {num_groups}")
-    columns = find_columns(log.spec.features, log.spec.tables, scalars, num_groups=num_groups)
+    columns = find_columns(log.spec.features, log.spec.tables, scalars, num_groups=num_groups, tasks=tasks)
     reader = PackedReader(folder, [file for file in files if "-bad-" not in file], columns)
     bad_rows = np.empty(0, np.int64)
     for file in files:

@@ -40,13 +40,24 @@ class PackedColumns:
     last_rows: tuple[int, ...]
     """The last row of each sparse feature's table, [F]."""
     scalars: tuple[str, ...]
-    """Which of `labels`, `weights` and `true_p` there are."""
+    """Which of `labels`, `weights` and `true_p` there are; of several labels `labels.0`, `labels.1` …"""
     num_groups: int = 0
     """Columns that group rows; only for evaluation."""
+    label_ranges: tuple[tuple[float, float], ...] = ()
+    """Smallest and largest label of each task, which may also be missing; empty for one label."""
 
     @property
     def num_features(self) -> int:
         return len(self.last_rows)
+
+    def by_field(self, values: Any) -> dict[str, Any]:
+        """The scalars [S, B] of some examples by their field of a `Batch`: each [B], or [B, T] where examples have several."""
+        found = {}
+        fields = [name.partition(".")[0] for name in self.scalars]
+        for field in dict.fromkeys(fields):
+            first, count = fields.index(field), fields.count(field)
+            found[field] = values[first] if self.scalars[first] == field else values[first : first + count].T
+        return found
 
     @property
     def ids_dtype(self) -> torch.dtype:

@@ -26,8 +26,18 @@ from rowstead.spec.heads import LABEL_RANGE
 
 ALIGNED_BYTES = 128
 Reorder = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-_LIMITS = {"labels": LABEL_RANGE[1], "weights": float(np.finfo(np.float32).max), "true_p": 1.0}
-"""Scalars are from 0 to this."""
+_LIMITS = {"labels": LABEL_RANGE, "weights": (0.0, float(np.finfo(np.float32).max)), "true_p": (0.0, 1.0)}
+"""The smallest and the largest value of scalars."""
+
+
+def _limits_of(columns: PackedColumns) -> NDArray[np.float32]:
+    """The smallest and the largest value of each scalar, and 1 where one may be missing: [S, 3]."""
+    limits = []
+    for scalar in columns.scalars:
+        field, _, task = scalar.partition(".")
+        is_task = field == "labels" and task != ""
+        limits.append((*(columns.label_ranges[int(task)] if is_task else _LIMITS[field]), is_task))
+    return np.array(limits, np.float32).reshape(-1, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +139,9 @@ class BufferShapes:
         return self._part(buffer, 0, torch.float32, self.num_samples, self.columns.num_dense)
 
     def scalars_of(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Each [B], by its name in a `Batch`."""
-        names = self.columns.scalars
-        return dict(zip(names, self._part(buffer, 1, torch.float32, len(names), self.num_samples).unbind(), strict=True))
+        """Each [B] or [B, T], by its name in a `Batch`."""
+        part = self._part(buffer, 1, torch.float32, len(self.columns.scalars), self.num_samples)
+        return self.columns.by_field(part)
 
     def starts_of(self, buffer: Tensor) -> Tensor:
         """Where the ids of each example begin, [B]."""
@@ -168,7 +178,7 @@ def gather(
     shapes.starts_of(buffer).numpy()[:] = begins[:-1]
     ids = shapes.ids_of(buffer).numpy().view(np.uint32 if columns.ids_dtype == torch.int32 else np.uint64)
     scalars = shapes._part(buffer, 1, torch.float32, len(columns.scalars), num_samples).numpy()
-    limits = np.array([_LIMITS[name] for name in columns.scalars], np.float32)
+    limits = _limits_of(columns)
     dense, lengths = shapes.dense_of(buffer).numpy(), shapes.lengths_of(buffer).numpy()
     last_rows = np.array(columns.last_rows, np.uint64)
     bad, reason = _gather(
@@ -186,13 +196,13 @@ def gather(
 def gather_totals(reader: PackedReader, rows: NDArray[np.int64]) -> BatchTotals | None:
     """Totals of a batch of these rows, without its other columns; None if there are no labels."""
     names = reader.columns.scalars
-    if "labels" not in names:
+    if not any(name.startswith("labels") for name in names):
         return None
     block_of, row_of = np.empty_like(rows), np.empty_like(rows)
     assert locate_rows(reader.starts, rows, block_of, row_of), "a row is out of range"
     values = np.empty((len(names), len(rows)), np.float32)
     _gather_scalars(reader.addresses, block_of, row_of, values)
-    found = {name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}
+    found = reader.columns.by_field(torch.from_numpy(values))
     return BatchTotals.of(found["labels"], found.get("weights"))
 
 
@@ -239,6 +249,8 @@ def _gather(  # type: ignore[no-untyped-def]
 ):
     """Copy examples to dense [B, Fd], scalars [S, B], lengths [B, F] and ids [nnz], whose memory is `id_words`, and check the copies.
 
+    limits [S, 3] are the smallest and largest value of a scalar, and 1 where one may be NaN.
+
     Returns -1 and -1, or the index of a bad example, and the feature with an id outside its table, F if lengths do not add up, or -2.
     """
     num_samples, num_dense = dense.shape
@@ -263,7 +275,7 @@ def _gather(  # type: ignore[no-untyped-def]
         for s in range(len(scalars)):
             value = floats_at(addresses[k, 4 + s] + 4 * row, 1)[0]
             scalars[s, b] = value
-            if not (0 <= value <= limits[s]):
+            if not (limits[s, 0] <= value <= limits[s, 1]) and not (limits[s, 2] == 1 and value != value):
                 return b, -2
         if num_features == 0:
             continue

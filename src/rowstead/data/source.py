@@ -25,7 +25,8 @@ StagedBatches = Generator[tuple[StagedBatch, Cursor], None, None]
 class LogSplit(ABC):
     """One split of a log, before encoding. Every kind of log has one, which its spec names (`LogSpec.split_class`).
 
-    The constructor takes the kind's spec, the features, `train`, `eval` or `test`, and the id kinds of the model's training, if known.
+    The constructor takes the kind's spec, the features, `train`, `eval` or `test`, the id kinds of the model's training, if known, and
+    of a model with several labels its tasks.
     """
 
     id_kinds: dict[str, str]

@@ -17,17 +17,18 @@ from rowstead.data.block import LogPiece, RawBlock
 from rowstead.data.population import Population
 from rowstead.data.row_order import Cursor, FileOrder, RowOrder
 from rowstead.data.source import Batches, LogSplit, Source
-from rowstead.data.teacher import Teacher
+from rowstead.data.teacher import ConversionTeacher, Teacher
 from rowstead.data.write import DEFAULT_ROWS_PER_FILE, DEFAULT_ROWS_PER_GROUP, Progress, SplitWriter, Summary
 from rowstead.spec.data import SplitName, SynthSpec
 from rowstead.spec.errors import DataError, did_you_mean
 from rowstead.spec.features import FeaturesSpec
+from rowstead.spec.heads import TaskSpec
 
 if TYPE_CHECKING:
     from rowstead.data.columns import IdKinds
     from rowstead.data.encode import Encoder
 
-_LABELS = 200
+_LABELS, _CONVERSIONS = 200, 201
 _GENERATE_BYTES = 16 << 20
 """Rows are drawn in pieces of about this size, which bounds memory for any number of ids."""
 _DENSE_ROWS = 8192
@@ -48,6 +49,8 @@ class SynthLog:
         self.sparse_columns = tuple(f"sparse_{i}" for i in range(spec.num_sparse))
         self.num_rows = spec.num_train_samples + spec.num_eval_samples + spec.num_test_samples
         self._label_key = draws.key_of(spec.seed, _LABELS)
+        self._conversion_key = draws.key_of(spec.seed, _CONVERSIONS)
+        self._conversions = None if spec.conversion is None else ConversionTeacher(self.teacher, spec.conversion)
 
     @property
     def rows_per_piece(self) -> int:
@@ -64,9 +67,18 @@ class SynthLog:
         ]
 
     def rows(
-        self, start: int, stop: int, *, dense: Sequence[str] | None = None, sparse: Sequence[str] | None = None
+        self,
+        start: int,
+        stop: int,
+        *,
+        dense: Sequence[str] | None = None,
+        sparse: Sequence[str] | None = None,
+        labels: Sequence[str] = (),
     ) -> RawBlock:
-        """Rows `start` to `stop` with these columns in this order, by default all; the teacher always uses all."""
+        """Rows `start` to `stop` with these columns in this order, by default all; the teacher always uses all.
+
+        With `labels` the block has these labels and their true probabilities side by side, else the click alone.
+        """
         if not 0 <= start <= stop <= self.num_rows:
             raise DataError(f"rows {start} to {stop} are out of range for a log of {self.num_rows} rows")
         num_rows, spec = stop - start, self.spec
@@ -85,15 +97,24 @@ class SynthLog:
                 ids[f], offsets[f] = self.population.ids(f, ranks), bounds
         hidden = self.population.hidden_dense(start, num_rows)
         true_p = self.teacher.click_probability(pooled, hidden, turn)
-        labels = np.empty(num_rows, np.float32)
-        _draw_labels(self._label_key, start, true_p, labels)
+        clicks = np.empty(num_rows, np.float32)
+        _draw_labels(self._label_key, start, true_p, clicks)
+        found = clicks
+        if labels:
+            drawn = {"label": (clicks, true_p)}
+            if self._conversions is not None:
+                conversion_p = self._conversions.probability(pooled, hidden, turn)
+                conversions = np.empty(num_rows, np.float32)
+                _draw_labels(self._conversion_key, start, conversion_p, conversions)
+                drawn["conversion"] = np.where(clicks > 0, conversions, np.float32(np.nan)), conversion_p
+            found, true_p = (np.stack([drawn[label][part] for label in labels], axis=1) for part in (0, 1))
         values = self.population.shown_dense(hidden)
         everything = shown == list(range(spec.num_dense))
         return RawBlock(
             dense=values if everything else np.ascontiguousarray(values[:, shown]),
             ids=tuple(ids[f] for f in picked),
             offsets=tuple(offsets[f] for f in picked),
-            labels=labels,
+            labels=found,
             true_p=true_p,
         )
 
@@ -120,22 +141,30 @@ class SynthLog:
 class SynthSplit(LogSplit):
     """One split of a synthetic log with the columns that `features` select."""
 
-    def __init__(self, spec: SynthSpec, features: FeaturesSpec, split: SplitName, id_kinds: IdKinds | None = None) -> None:
+    def __init__(
+        self,
+        spec: SynthSpec,
+        features: FeaturesSpec,
+        split: SplitName,
+        id_kinds: IdKinds | None = None,
+        tasks: Sequence[TaskSpec] = (),
+    ) -> None:
         self._log, self._split = SynthLog(spec), split
+        self._labels = tuple(str(task.label) for task in tasks)
         self._dense, self._sparse = _select_columns(features)
         self.id_kinds = dict.fromkeys(self._sparse, "integers")
 
     def raw_blocks(self, max_rows: int | None = None) -> Iterator[RawBlock]:
         """The first `max_rows` rows of the split, or all."""
         for start, stop in self._bounds(max_rows):
-            yield self._log.rows(start, stop, dense=self._dense, sparse=self._sparse)
+            yield self._log.rows(start, stop, dense=self._dense, sparse=self._sparse, labels=self._labels)
 
     def pieces(self) -> Iterator[Callable[[], LogPiece]]:
         for start, stop in self._bounds(None):
             yield partial(self._piece, start, stop)
 
     def _piece(self, start: int, stop: int) -> LogPiece:
-        return LogPiece(self._log.rows(start, stop, dense=self._dense, sparse=self._sparse), None)
+        return LogPiece(self._log.rows(start, stop, dense=self._dense, sparse=self._sparse, labels=self._labels), None)
 
     def _bounds(self, max_rows: int | None) -> Iterator[tuple[int, int]]:
         """First row and end of each piece of the split's first `max_rows` rows."""
@@ -147,7 +176,7 @@ class SynthSplit(LogSplit):
         return self._log.dense_blocks(self._dense, self._split, max_rows)
 
     def source(self, encoder: Encoder, *, seed: int) -> SynthSource:
-        return SynthSource(self._log, encoder, self._split)
+        return SynthSource(self._log, encoder, self._split, self._labels)
 
 
 class SynthSource(Source):
@@ -156,8 +185,8 @@ class SynthSource(Source):
     Ranks read contiguous ranges. Any number of threads may iterate at the same time; the kernels release the GIL.
     """
 
-    def __init__(self, log: SynthLog, encoder: Encoder, split: SplitName) -> None:
-        self.log = log
+    def __init__(self, log: SynthLog, encoder: Encoder, split: SplitName, labels: Sequence[str] = ()) -> None:
+        self.log, self._labels = log, labels
         self.encoder = encoder
         self._rows = self.log.split(split)
         self.num_samples = len(self._rows)
@@ -171,7 +200,7 @@ class SynthSource(Source):
         order = self.row_order.batches(batch_size, np.arange, epoch=epoch, rank=rank, world_size=world_size, cursor=cursor)
         for rows, after in order:
             first, last = self._rows[rows[0]], self._rows[rows[-1]]
-            block = self.log.rows(first, last + 1, dense=self._dense, sparse=self._sparse)
+            block = self.log.rows(first, last + 1, dense=self._dense, sparse=self._sparse, labels=self._labels)
             yield self.encoder.encode(block), after
 
     @property
@@ -190,7 +219,8 @@ def write_parquet(
 ) -> Summary:
     """Write the splits of a log to `folder` as `train-00000.parquet` …, `eval-00000.parquet` …, in bounded memory.
 
-    Columns: `dense_i` float32, `sparse_i` list<int64> (int64 where every bag has one id), `label` and `true_p` float32.
+    Columns: `dense_i` float32, `sparse_i` list<int64> (int64 where every bag has one id), `label` and `true_p` float32, and
+    with `conversion` also `conversion`, null without a click, and `true_conversion_p`.
     `progress` is called with the rows written so far and the total.
     """
     log = SynthLog(spec)
@@ -214,7 +244,7 @@ def write_parquet(
             rows = log.split(split)
             for start in range(rows.start, rows.stop, step):
                 stop = min(start + step, rows.stop)
-                writer.write(split, _to_arrow(schema, log.rows(start, stop)))
+                writer.write(split, _to_arrow(schema, log.rows(start, stop, labels=spec.labels)))
                 if progress is not None:
                     progress(stop, log.num_rows)
     return writer.summary(num_bytes_read=0)
@@ -233,7 +263,12 @@ def _schema(log: SynthLog) -> pa.Schema:
         (name, pa.int64() if single else pa.list_(pa.int64()))
         for name, single in zip(log.sparse_columns, is_single, strict=True)
     ]
-    return pa.schema([*dense, *sparse, ("label", pa.float32()), ("true_p", pa.float32())])
+    labels = [(name, pa.float32()) for pair in _LABEL_COLUMNS[: len(log.spec.labels)] for name in pair]
+    return pa.schema([*dense, *sparse, *labels])
+
+
+_LABEL_COLUMNS = (("label", "true_p"), ("conversion", "true_conversion_p"))
+"""Each label, and its true probability."""
 
 
 def _to_arrow(schema: pa.Schema, block: RawBlock) -> pa.Table:
@@ -244,7 +279,10 @@ def _to_arrow(schema: pa.Schema, block: RawBlock) -> pa.Table:
         columns.append(
             pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids)) if is_list else pa.array(ids)
         )
-    columns += [pa.array(block.labels), pa.array(block.true_p)]
+    assert block.labels is not None
+    assert block.true_p is not None
+    for label, true_p in zip(block.labels.T, block.true_p.T, strict=True):
+        columns += [pa.array(label, from_pandas=True), pa.array(true_p)]
     return pa.Table.from_arrays(columns, schema=schema)
 
 

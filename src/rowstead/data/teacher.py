@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rowstead.data import draws
 from rowstead.data.draws import at, exponential
 from rowstead.data.population import Population
+from rowstead.spec.data import ConversionSpec
 
 TAIL = 20.0
 """Rank at which an id has half the influence of the most popular one."""
@@ -41,6 +42,8 @@ _PRODUCT_SHARES = (0.65, 0.25, 0.10)
 """Of the interaction part's variance: sparse x sparse, dense x sparse, dense x dense."""
 _SQRT_3 = 1.7320508075688772
 
+_VARIANT = 1000
+"""Between the purposes of a teacher's draws and those of another one."""
 _LATENT, _TURNED, _IMPORTANCE, _LINEAR, _DENSE, _DENSE_TURNED = range(100, 106)
 
 Array = NDArray[np.float64]
@@ -49,8 +52,9 @@ Array = NDArray[np.float64]
 class Teacher:
     """Computes its weights once from the spec; `pool` and `click_probability` are then pure functions of the rows."""
 
-    def __init__(self, population: Population) -> None:
-        self.population = population
+    def __init__(self, population: Population, variant: int = 0) -> None:
+        """Another `variant` has other weights over the same vectors."""
+        self.population, self._variant = population, variant
         spec = self.spec = population.spec
         features = range(spec.num_sparse)
         angle = spec.drift * np.pi / 2 * np.arange(STEPS) / (STEPS - 1)
@@ -78,10 +82,17 @@ class Teacher:
     def click_probability(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> NDArray[np.float32]:
         """True click probability float32 [R] from pooled [F, R, K] and the hidden dense values [R, Fd]."""
         parts = self._parts(pooled, dense, turn)
-        log_odds = np.asarray(self._bias + self._scales[0] * parts[0] + self._scales[1] * parts[1])
-        out = np.empty(log_odds.size, np.float32)
-        _sigmoid(log_odds, out)
-        return out
+        return probability(np.asarray(self._bias + self._scales[0] * parts[0] + self._scales[1] * parts[1]))
+
+    def log_odds(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> Array:
+        """Log-odds [R] without the bias."""
+        parts = self._parts(pooled, dense, turn)
+        return np.asarray(self._scales[0] * parts[0] + self._scales[1] * parts[1])
+
+    def _key(self, purpose: int, number: int | None = None) -> np.uint64:
+        """The key of the draws for a purpose."""
+        own = purpose + _VARIANT * self._variant
+        return draws.key_of(self.spec.seed, own) if number is None else draws.key_of(self.spec.seed, own, number)
 
     def _parts(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> Array:
         """The linear and the interaction part before calibration, [2, R]."""
@@ -107,17 +118,17 @@ class Teacher:
         """Unit vectors [1 + K, Fd]: the first projects the dense columns to y, the others to z; columns differ in importance."""
         spec = self.spec
         shape = (1 + spec.latent, spec.num_dense)
-        signs = 2.0 * draws.uniforms(draws.key_of(spec.seed, purpose), shape[0] * shape[1]).reshape(shape) - 1.0
-        order = draws.permutation(draws.key_of(spec.seed, _IMPORTANCE, 1), spec.num_dense)
+        signs = 2.0 * draws.uniforms(self._key(purpose), shape[0] * shape[1]).reshape(shape) - 1.0
+        order = draws.permutation(self._key(_IMPORTANCE, 1), spec.num_dense)
         return _unit_rows(signs / np.sqrt(1.0 + order))
 
     def _set_shapes(self) -> None:
         """Choose the pairs and the relative weights of all terms, so that their variances have the wanted shares."""
         spec, count, width = self.spec, self.spec.num_sparse, self.spec.latent
-        order = draws.permutation(draws.key_of(spec.seed, _IMPORTANCE, 0), count)
+        order = draws.permutation(self._key(_IMPORTANCE, 0), count)
         importance = 1.0 / np.sqrt(1.0 + order)
         self._means = np.zeros((2, count, width))
-        directions = 2.0 * draws.uniforms(draws.key_of(spec.seed, _LINEAR), count * width).reshape(count, width) - 1.0
+        directions = 2.0 * draws.uniforms(self._key(_LINEAR), count * width).reshape(count, width) - 1.0
         has_dense = spec.num_dense > 0
         dense_share = (_DENSE_SHARE if count else 1.0) if has_dense else 0.0
         self._linear = _unit_rows(directions) * _unit(importance)[:, None] * math.sqrt(1.0 - dense_share)
@@ -152,7 +163,39 @@ class Teacher:
         spread = (scales[0] * linear + scales[1] * products).std()
         self._scales = _round_to_fp32(scales * spec.signal / max(spread, 1e-9))
         log_odds = self._scales[0] * linear + self._scales[1] * products
+        self.sample = log_odds
+        """Log-odds of the calibration sample, without the bias."""
         self._bias = float(np.float32(_bias_for(log_odds, spec.click_rate)))
+
+
+class ConversionTeacher:
+    """The hidden model of conversions: log-odds that are in part those of the click, and in part those of another teacher."""
+
+    def __init__(self, click: Teacher, spec: ConversionSpec) -> None:
+        self._click, self._own = click, Teacher(click.population, variant=1)
+        # Of the other teacher only what does not correlate with the click, so that the correlation is the one that is wanted.
+        one, other = click.sample - click.sample.mean(), self._own.sample - self._own.sample.mean()
+        common = float((one * other).mean()) / max(float((one * one).mean()), 1e-18)
+        gains = [
+            1 / max(float(one.std()), 1e-9),
+            math.sqrt(1.0 - spec.correlation**2) / max(float((other - common * one).std()), 1e-9),
+        ]
+        shares = np.array([spec.correlation * gains[0] - common * gains[1], gains[1]])
+        self._shares = _round_to_fp32(shares * click.spec.signal)
+        mixed = self._shares[0] * click.sample + self._shares[1] * self._own.sample
+        self._bias = float(np.float32(_bias_for(mixed, spec.rate)))
+
+    def probability(self, pooled: Array, dense: NDArray[np.float32], turn: Array) -> NDArray[np.float32]:
+        """True probability float32 [R] that an example converts if it is clicked; arguments as of `Teacher.click_probability`."""
+        log_odds = [teacher.log_odds(pooled, dense, turn) for teacher in (self._click, self._own)]
+        return probability(np.asarray(self._bias + self._shares[0] * log_odds[0] + self._shares[1] * log_odds[1]))
+
+
+def probability(log_odds: Array) -> NDArray[np.float32]:
+    """Probabilities float32 [R] of log-odds [R]."""
+    out = np.empty(log_odds.size, np.float32)
+    _sigmoid(log_odds, out)
+    return out
 
 
 def _round_to_fp32(values: Array) -> Array:

@@ -17,7 +17,7 @@ from rowstead.records.files import is_figure
 from rowstead.records.plain_files import shown
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec
-from rowstead.spec.heads import LABEL_RANGE
+from rowstead.spec.heads import HEADS, LABEL_RANGE, TaskSpec
 
 Vector = NDArray[np.float32]
 MAX_IDS = 1 << 20
@@ -135,15 +135,30 @@ class BadRows:
 
 
 class RowRule:
-    """Finds bad rows: a missing or infinite dense value, too many ids, a label out of range, a negative or non-finite weight."""
+    """Finds bad rows: a missing or infinite dense value, too many ids, a label out of range, a negative or non-finite weight.
 
-    def __init__(self, features: FeaturesSpec, *, label: str | None = None, weight: str | None = None) -> None:
+    The labels of tasks may be missing.
+    """
+
+    def __init__(
+        self,
+        features: FeaturesSpec,
+        *,
+        label: str | None = None,
+        weight: str | None = None,
+        tasks: Sequence[TaskSpec] = (),
+    ) -> None:
         specs = features.expanded_dense()
         self._columns = tuple(str(s.column) for s in specs)
         self._may_miss = np.array([s.missing is not None for s in specs], np.bool_)
         # After clipping, an infinite value is finite where its side has a finite bound.
         self._low, self._high, _ = _bounds_and_log(specs)
-        self._label, self._weight = label or "label", weight or "weight"
+        self._weight = weight or "weight"
+        self._may_miss_label = bool(tasks)
+        self._labels = tuple((str(task.label), HEADS[task.loss].label_range) for task in tasks) or (
+            (label or "label", LABEL_RANGE),
+        )
+        """The column and the smallest and largest label of each task."""
         sparse = features.expanded_sparse()
         self._unlimited = tuple((i, str(s.column)) for i, s in enumerate(sparse) if (s.max_ids or MAX_IDS + 1) > MAX_IDS)
         """Sparse features that `max_ids` does not cut off in time, and their columns."""
@@ -154,7 +169,7 @@ class RowRule:
         mask[list(problems)] = True
         _mark_bad(block.dense, self._may_miss, self._low, self._high, mask)
         if block.labels is not None:
-            mask |= ~((block.labels >= LABEL_RANGE[0]) & (block.labels <= LABEL_RANGE[1]))
+            mask |= ~self._has_good_labels(block.labels).all(axis=1)
         if block.weights is not None:
             mask |= ~((block.weights >= 0) & np.isfinite(block.weights))
         if block.true_p is not None:
@@ -166,6 +181,13 @@ class RowRule:
             return None
         row = int(mask.argmax())
         return BadRows(mask=mask, row=row, problem=problems.get(row) or self._explain(block, row))
+
+    def _has_good_labels(self, labels: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Whether each label of labels [R] or [R, T] is in its range, [R, T]."""
+        labels = labels.reshape(len(labels), len(self._labels))
+        low, high = np.array([bounds for _, bounds in self._labels], np.float32).T
+        good = (labels >= low) & (labels <= high)
+        return good | np.isnan(labels) if self._may_miss_label else good
 
     def refuse(self, block: RawBlock) -> None:
         """Raise a DataError if a row of `block` is bad."""
@@ -186,9 +208,11 @@ class RowRule:
             if num_ids > MAX_IDS:
                 limit = f"the limit for one row is {MAX_IDS:,}"
                 return f"sparse column `{column}` has {num_ids:,} ids, and {limit}; set the feature's `max_ids`"
-        if block.labels is not None and not LABEL_RANGE[0] <= block.labels[row] <= LABEL_RANGE[1]:
-            bounds = "{:g} and {:g}".format(*LABEL_RANGE)
-            return f"label column `{self._label}` contains {block.labels[row]}; labels must be between {bounds}"
+        good = None if block.labels is None else self._has_good_labels(block.labels[row : row + 1])[0]
+        if block.labels is not None and good is not None and not good.all():
+            column, bounds = self._labels[int(good.argmin())]
+            value = block.labels[row] if block.labels.ndim == 1 else block.labels[row, int(good.argmin())]
+            return f"label column `{column}` contains {value}; labels must be between {bounds[0]:g} and {bounds[1]:g}"
         if block.true_p is not None and not 0 <= block.true_p[row] <= 1:
             return f"column `true_p` contains {block.true_p[row]}; probabilities must be between 0 and 1"
         assert block.weights is not None

@@ -79,7 +79,7 @@ class EvaluateAndSave:
         """`is_saved`: there is a checkpoint of the current position."""
         self._spec, self._folder, self._sources, self._model, self._position = spec, folder, sources, model, position
         self._total_steps, self._reporter = total_steps, reporter
-        self._early_stopping = EarlyStopping(spec.train, position)
+        self._early_stopping = EarlyStopping(spec.train, position, spec.model.tasks)
         self._every = {"evaluation": spec.train.eval_every, "checkpoint": spec.train.checkpoint_every}
         self._due = {task: self._next(task) for task in self._every}
         self._saved_step = position.step if is_saved else None

@@ -24,7 +24,7 @@ class AutoInt(Network):
         self.attention = nn.Sequential(
             *(FieldAttention(out if index else width, options.heads, options.head_width) for index in range(options.layers))
         )
-        self.out = nn.Linear(num_fields * out, 1)
+        self.out = nn.Linear(num_fields * out, inputs.num_outputs)
         self.deep = deep_part(num_fields * width, inputs.model) if options.deep else None
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:

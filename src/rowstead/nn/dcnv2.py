@@ -23,7 +23,7 @@ class DCNv2(Network):
         self.cross = _cross_network(width, options)
         self.is_stacked = options.structure == "stacked"
         self.deep = deep_part(width, inputs.model, hidden=None if self.is_stacked else top)
-        self.out = None if self.is_stacked else nn.Linear(width + top[-1], 1)
+        self.out = None if self.is_stacked else nn.Linear(width + top[-1], inputs.num_outputs)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         x = torch.cat([dense, pooled], dim=1)

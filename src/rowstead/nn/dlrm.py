@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rowstead.data.batch import Batch
 from rowstead.data.row_encoder import RowEncoder
 from rowstead.nn import layers
-from rowstead.nn.heads import head_of
+from rowstead.nn.heads import head_of, losses_of
 from rowstead.nn.nearest import Metric, nearest
 from rowstead.nn.network import Network, NetworkInputs, build_network
 from rowstead.spec.errors import DataError, RowsteadError, did_you_mean
@@ -51,7 +51,7 @@ class DLRMNetwork(Network):
         self.interaction: nn.Module = getattr(layers, entry.layer)(widths, spec.interaction)
         self.top = layers.MLP(
             entry.out_width(widths, spec.interaction),
-            (*spec.top, 1),
+            (*spec.top, spec.num_outputs),
             last_relu=False,
             norm=spec.top_norm,
             dropout=spec.top_dropout,
@@ -74,7 +74,7 @@ class DLRMNetwork(Network):
 
 
 class DLRM(nn.Module):
-    """A whole model: an EmbeddingStore under a Network. `forward` takes a Batch and returns logits [B]."""
+    """A whole model: an EmbeddingStore under a Network. `forward` takes a Batch and returns logits [B], or [B, T] of T tasks."""
 
     def __init__(
         self,
@@ -89,12 +89,14 @@ class DLRM(nn.Module):
         super().__init__()
         self.store = store
         self.net = build_network(spec, features, store.tables)
-        self.head = head_of(head)
+        self.head = losses_of(spec) if spec.tasks else head_of(head)
+        self.tasks = spec.tasks
+        """The labels that it predicts; empty for the log's one label."""
         self.log_keep_rate = math.log(negative_keep_rate)
         self._encoder = encoder
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [B] as of the training log, whose negatives may be downsampled."""
+        """Logits [B] or [B, T] as of the training log, whose negatives may be downsampled."""
         if self.store.tables and batch.sparse.num_samples != batch.num_samples:
             raise DataError(f"{batch.num_samples} examples have dense values and {batch.sparse.num_samples} have ids")
         pooled = self.store.lookup(batch.sparse) if self.store.tables else batch.dense.new_zeros(batch.num_samples, 0)
@@ -112,13 +114,13 @@ class DLRM(nn.Module):
         """Click probabilities [B], corrected for downsampled negatives.
 
         Of raw rows (a DataFrame, an Arrow table, a dict of columns: see `encode`) as a float32 array, of a Batch as a tensor.
+        Of a model with tasks the prediction of each of them, [B, T].
         """
         if not isinstance(rows, Batch):
             device = next(self.net.parameters()).device
             batches = self._raw_encoder.batches(rows, PREDICT_BATCH)
-            return np.concatenate(
-                [np.empty(0, np.float32), *(self.predict(batch.to(device)).cpu().numpy() for batch in batches)]
-            )
+            empty = np.empty((0, len(self.tasks)) if self.tasks else 0, np.float32)
+            return np.concatenate([empty, *(self.predict(batch.to(device)).cpu().numpy() for batch in batches)])
         return self.head.predict(self(rows) + self.log_keep_rate)
 
     def encode(self, columns: Any) -> Batch:

@@ -71,8 +71,8 @@ class MLP(nn.Sequential):
 
 
 def deep_part(in_width: int, model: ModelSpec, *, hidden: Sequence[int] | None = None) -> MLP:
-    """An MLP with one output and with hidden layers, norm and dropout as `model.top` has them; or of these hidden layers, without an output."""
-    widths, has_output = (*model.top, 1) if hidden is None else hidden, hidden is None
+    """An MLP with the network's outputs and with hidden layers, norm and dropout as `model.top` has them; or of these hidden layers, without outputs."""
+    widths, has_output = (*model.top, model.num_outputs) if hidden is None else hidden, hidden is None
     return MLP(in_width, widths, last_relu=False, last_hidden=not has_output, norm=model.top_norm, dropout=model.top_dropout)
 
 

@@ -1,6 +1,6 @@
 """The contract of a network, and how `model.network` becomes one.
 
-A network turns dense features and pooled embedding rows into one logit per example. Derive one from `Network`, name it in a recipe
+A network turns dense features and pooled embedding rows into one logit per example, or into what the head of several labels reads. Derive one from `Network`, name it in a recipe
 as `package.module:Class` or `path/to/file.py:Class`, and it trains like the built-in DLRM.
 
 Letters: B examples, Fd dense features, F sparse features, D width.
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rowstead.nn.heads import build_task_head
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
 from rowstead.spec.features import FeaturesSpec, Table
 from rowstead.spec.model import ModelSpec
@@ -52,6 +53,11 @@ class NetworkInputs:
         """Columns of `pooled`."""
         return sum(self.widths)
 
+    @property
+    def num_outputs(self) -> int:
+        """Numbers to return for each example: a logit, or with `model.tasks` what their head reads."""
+        return self.model.num_outputs
+
 
 class Network(nn.Module):
     """Base class of networks: define `__init__` and `forward`.
@@ -70,7 +76,7 @@ class Network(nn.Module):
         self._seed = torch.initial_seed()
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Logits [B] of dense features [B, Fd] and pooled rows [B, sum of widths]."""
+        """Logits [B] of dense features [B, Fd] and pooled rows [B, sum of widths]; with `model.tasks` [B, `inputs.num_outputs`]."""
         return self.join(self.project(dense), pooled)
 
     def project(self, dense: Tensor) -> Tensor | None:
@@ -97,6 +103,29 @@ class Network(nn.Module):
                 f"tables have the widths {', '.join(map(str, sorted(widths)))}: use `by_feature`, not `vectors`"
             )
         return pooled.unflatten(1, (len(self.inputs.widths), widths.pop() if widths else 1))
+
+
+class TaskNetwork(Network):
+    """A network under a head for several labels: logits [B, T]."""
+
+    def __init__(self, network: Network, inputs: NetworkInputs) -> None:
+        super().__init__(inputs, {})
+        spec = inputs.model
+        assert spec.task_head is not None
+        self.compiles = network.compiles
+        self.network = network
+        self.head = build_task_head(spec.task_head, len(spec.tasks))
+
+    def project(self, dense: Tensor) -> Tensor | None:
+        return self.network.project(dense)
+
+    def join(self, projected: Any, pooled: Tensor) -> Tensor:
+        """Logits [B, T]."""
+        logits: Tensor = self.head(torch.relu(self.network.join(projected, pooled)))
+        return logits
+
+    def seed_step(self, number: int, rank: int = 0) -> None:
+        self.network.seed_step(number, rank)
 
 
 def _mix(seed: int, number: int) -> int:
@@ -132,7 +161,7 @@ class NetworkOptions(Mapping[str, Any]):
 
 
 def build_network(spec: ModelSpec, features: FeaturesSpec, tables: Sequence[Table]) -> Network:
-    """The network of a model with fresh parameters; one of the user's own is tried on two examples first."""
+    """The network of a model with fresh parameters, under the head of its tasks; one of the user's own is tried on two examples first."""
     names = features.expanded_sparse()
     width_of = {feature: table.width for table in tables for feature in table.features}
     inputs = NetworkInputs(
@@ -141,6 +170,11 @@ def build_network(spec: ModelSpec, features: FeaturesSpec, tables: Sequence[Tabl
         widths=tuple(width_of[feature] for feature in range(len(names))),
         model=spec,
     )
+    network = _build_network(spec, inputs)
+    return TaskNetwork(network, inputs) if spec.tasks else network
+
+
+def _build_network(spec: ModelSpec, inputs: NetworkInputs) -> Network:
     reference = parse_network(spec.network)
     cls = load_class(reference)
     if spec.network in NETWORKS:
@@ -233,11 +267,18 @@ def _try(network: Network, inputs: NetworkInputs, reference: NetworkReference) -
     network.train()
     if projected is not None and not isinstance(projected, Tensor):
         raise RowsteadError(f"model.network: `project` of `{reference}` must return a tensor or None, got {_shown(projected)}")
+    wanted = (2,) if inputs.num_outputs == 1 else (2, inputs.num_outputs)
+    what = (
+        "one logit"
+        if inputs.num_outputs == 1
+        else f"`inputs.num_outputs` numbers, which `model.tasks` makes {inputs.num_outputs},"
+    )
     for name, logits in found.items():
-        if not isinstance(logits, Tensor) or logits.shape != (2,) or not logits.is_floating_point():
-            fix = ": add `.squeeze(1)`" if isinstance(logits, Tensor) and logits.shape == (2, 1) else ""
+        if not isinstance(logits, Tensor) or logits.shape != wanted or not logits.is_floating_point():
+            is_column = isinstance(logits, Tensor) and logits.shape == (2, 1) and wanted == (2,)
+            fix = ": add `.squeeze(1)`" if is_column else ""
             raise RowsteadError(
-                f"model.network: `{name}` of `{reference}` must return one logit per example, floating point [2] for two examples, "
+                f"model.network: `{name}` of `{reference}` must return {what} per example, floating point {list(wanted)} for two examples, "
                 f"got {_shown(logits)}{fix}"
             )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
+from rowstead.spec.model import ModelSpec
 from rowstead.spec.network_options import TOUCHES, DLRMSpec, Layer, NetworkWork
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS
@@ -200,7 +201,18 @@ def step_work(spec: RunSpec) -> StepWork:
 def _network_of(spec: RunSpec) -> NetworkWork:
     """The work of the network; a network of the user's own, which is not known here, counts as the DLRM of the same recipe."""
     options = spec.model.network_options if spec.model.network in NETWORKS else DLRMSpec()
-    return options.work(spec.network_shape)
+    return _with_head(options.work(spec.network_shape), spec.model)
+
+
+def _with_head(work: NetworkWork, model: ModelSpec) -> NetworkWork:
+    """The same with the head of several labels."""
+    if not model.tasks or model.task_head is None:
+        return work
+    layers = model.task_head.layers(len(model.tasks))
+    # Each output of an expert is written when experts are stacked, and for each task when they are mixed.
+    written = model.num_outputs + sum(layer.outputs for layer in layers) * len(model.tasks)
+    operators = work.operators + 2 + 4 * len(model.tasks)
+    return replace(work, top=(*work.top, *layers), written=work.written + written, operators=operators)
 
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:

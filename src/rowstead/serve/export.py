@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import torch
 from rowstead.kernels.layout import layout_of
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.usage import versions
-from rowstead.serve.exported import FORMAT, INPUTS, PROGRAM, sha256_of
+from rowstead.serve.exported import FORMAT, FORMAT_WITH_TASKS, INPUTS, PROGRAM, sha256_of
 from rowstead.serve.program import ServingProgram, trace_program
 from rowstead.spec.errors import RowsteadError
+from rowstead.spec.heads import TaskSpec
 from rowstead.spec.networks import NETWORKS
 from rowstead.spec.parse import to_plain
 from rowstead.spec.sizes import format_bytes
@@ -46,6 +48,11 @@ class ExportSummary:
         ]
 
 
+def _describe_result(tasks: Sequence[TaskSpec]) -> str:
+    names = ", ".join(task.name for task in tasks)
+    return f"float32 [B, {len(tasks)}], predictions of {names}" if tasks else "float32 [B], click probabilities"
+
+
 def export(
     run: Path | str, to: Path | str, *, int8: bool = False, root: Path | str = DEFAULT_ROOT, callback: Callback | None = None
 ) -> ExportSummary:
@@ -67,9 +74,9 @@ def export(
         int8=int8,
     )
     inputs = {
-        "format": FORMAT,
+        "format": FORMAT_WITH_TASKS if model.tasks else FORMAT,
         "arguments": ARGUMENTS,
-        "result": "float32 [B], click probabilities",
+        "result": _describe_result(model.tasks),
         "features": to_plain(spec.features),
         "num_rows": {table.name: table.num_rows for table in spec.tables},
         "transforms": transforms.to_plain(),
@@ -78,6 +85,8 @@ def export(
         "int8": int8,
         "versions": versions(),
     }
+    if model.tasks:
+        inputs["tasks"] = [[task.name, str(task.label)] for task in model.tasks]
     try:
         traced = trace_program(program)
     except Exception as error:

@@ -25,6 +25,8 @@ from rowstead.spec.parse import parse
 PROGRAM = "program.pt2"
 INPUTS = "inputs.json"
 FORMAT = 1
+FORMAT_WITH_TASKS = 2
+"""Of a model with several labels, whose program has a column of predictions for each."""
 
 
 class Exported:
@@ -40,6 +42,8 @@ class Exported:
         _check_inputs(folder / INPUTS, plain, self.features)
         self.label: str = plain["label"]
         """Name of the label column in the training log."""
+        self.tasks: dict[str, str] = dict(plain.get("tasks", []))
+        """Of a model with several labels: the names of the tasks, in the order of the predictions, and their label columns."""
         sparse = self.features.expanded_sparse()
         self._direct = [
             (index, feature.name, plain["num_rows"][feature.table or feature.name], feature.max_ids)
@@ -50,20 +54,23 @@ class Exported:
         self._columns = ColumnReader(self.features, id_kinds=self.id_kinds)
         self._rule = RowRule(self.features)
         self.program = _load_program(folder / PROGRAM, plain["sha256"][PROGRAM])
-        """The torch.export program itself: dense [B, Fd], ids [nnz] and offsets [F*B + 1] to probabilities [B]."""
+        """The torch.export program itself: dense [B, Fd], ids [nnz] and offsets [F*B + 1] to predictions [B] or [B, T]."""
         self._module = self.program.module()
 
     def predict(self, rows: Mapping[str, Any] | pa.Table | pa.RecordBatch) -> NDArray[np.float32]:
-        """Click probabilities [B] of raw rows: column names to lists or arrays, or an Arrow table; other columns are ignored."""
+        """Click probabilities [B] of raw rows, or a prediction for each task [B, T]: column names to lists or arrays, or an Arrow table.
+
+        Other columns are ignored.
+        """
         block = self._columns.block(rows)
         self._rule.refuse(block)
         self.check_ids(block)
         return self.predict_block(block, 0, block.num_rows)
 
     def predict_block(self, block: RawBlock, start: int, stop: int) -> NDArray[np.float32]:
-        """Click probabilities [B] of the rows from `start` to `stop` of a block that has passed the row rule and `check_ids`."""
+        """Predictions [B] or [B, T] of the rows from `start` to `stop` of a block that has passed the row rule and `check_ids`."""
         if start == stop:
-            return np.empty(0, np.float32)
+            return np.empty((0, len(self.tasks)) if self.tasks else 0, np.float32)
         with torch.no_grad():
             result: Tensor = self._module(*arguments_of(block, start, stop))
         return result.numpy()
@@ -124,7 +131,7 @@ def _read_inputs(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise RowsteadError(f"{file} cannot be read: {error}. Export the model again") from None
     found = plain.get("format") if isinstance(plain, dict) else None
-    if found != FORMAT:
+    if found not in (FORMAT, FORMAT_WITH_TASKS):
         raise RowsteadError(f"{file} has format {found}, this version of rowstead reads {FORMAT}: export the model again")
     needed = {"features", "num_rows", "label", "id_kinds", "sha256"}
     if needed - set(plain):
@@ -137,7 +144,12 @@ def _check_inputs(file: Path, plain: dict[str, Any], features: FeaturesSpec) -> 
     sparse = features.expanded_sparse()
     num_rows, kinds, digests = plain["num_rows"], plain["id_kinds"], plain["sha256"]
     names = {feature.table or feature.name for feature in sparse}
+    tasks = plain.get("tasks", [])
     is_valid = {
+        "tasks": isinstance(tasks, list)
+        and bool(tasks) == (plain["format"] == FORMAT_WITH_TASKS)
+        and all(isinstance(task, list) and len(task) == 2 and all(isinstance(text, str) for text in task) for task in tasks)
+        and len({task[0] for task in tasks}) == len(tasks),
         "num_rows": isinstance(num_rows, dict) and all(is_count(num_rows.get(name), at_least=1) for name in names),
         "label": isinstance(plain["label"], str),
         "id_kinds": isinstance(kinds, dict) and all(kind in ("text", "integers") for kind in kinds.values()),
@@ -145,7 +157,7 @@ def _check_inputs(file: Path, plain: dict[str, Any], features: FeaturesSpec) -> 
     }
     for key, holds in is_valid.items():
         if not holds:
-            raise RowsteadError(f"{file} is damaged: `{key}` is {shown(plain[key])}. Export the model again")
+            raise RowsteadError(f"{file} is damaged: `{key}` is {shown(plain.get(key))}. Export the model again")
 
 
 def _load_program(file: Path, sha256: str) -> torch.export.ExportedProgram:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,7 @@ from rowstead.training.progress import Callback
 from rowstead.training.trained import open_run
 
 Scores = Generator[tuple[NDArray[np.float64], NDArray[np.float32] | None], None, None]
-"""Click probabilities [B] batch by batch, and labels [B] where the reader provides them."""
+"""Predictions [B], or [B, T] of T tasks, batch by batch, and labels likewise where the reader provides them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,12 @@ class _Scoring:
     scores: Scores
     log: FileLog | None
     """None for a synthetic log."""
-    label: str
-    """Column of the log that is written as `label`."""
-    copies_label: bool
-    """Whether it must be copied from the files, since the reader provides no labels."""
+    predictions: tuple[str, ...]
+    """Names of the columns of predictions."""
+    labels: dict[str, str]
+    """Columns of labels that are written, and the columns of the log that they are."""
+    copied: tuple[str, ...]
+    """Those of them that must be copied from the files, since the reader provides no labels."""
     num_samples: int
     """Rows of the log, including bad ones."""
     num_skipped: Callable[[], int]
@@ -70,8 +73,8 @@ def predict(
 ) -> PredictSummary:
     """Write a Parquet file with one row for each row of the log, in its order.
 
-    Columns: `p` (float64), `label` (float32) where the log has one, and the log's own columns that `keep` names. `run` is a
-    run or a folder that `export` wrote. The log is the run's evaluation split, or the Parquet files of `data`. `progress` is called
+    Columns: `p` (float64), `label` (float32) where the log has one, and the log's own columns that `keep` names; of a model with several
+    labels `p_TASK` and `label_TASK` for each. `run` is a run or a folder that `export` wrote. The log is the run's evaluation split, or the Parquet files of `data`. `progress` is called
     with the number of rows done and of all rows.
     """
     out = Path(out)
@@ -84,7 +87,7 @@ def predict(
     scoring = _open_exported(run, data) if is_exported(run, root) else _open_run(run, data, root, callback)
     if scoring.log is not None and any(file.is_local and _is_same(file.path, out) for file in scoring.log.files):
         raise DataError(f"{out} is a file of the log itself, which the predictions would replace: choose another --out")
-    keep = [name for name in keep if name != "label" or scoring.label != "label"]
+    keep = [name for name in keep if scoring.labels.get(name) != name]
     copied = _open_copied(scoring, keep)
     num_rows = 0
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -129,12 +132,14 @@ def _open_run(run: Path | str, data: str | Sequence[str] | None, root: Path | st
             # As evaluation computes it: the correction and the prediction are in float64.
             yield model.head.predict(torch.from_numpy(logits).double() + model.log_keep_rate).numpy(), labels
 
-    log, label = source.file_log, spec.data.log.label
+    log, labels = source.file_log, _labels_of([(task.name, str(task.label)) for task in model.tasks], spec.data.log.label)
+    columns = () if data is None or log is None else tuple(log.full_schema(0).names)
     return _Scoring(
         scores=scores(),
         log=log,
-        label=label,
-        copies_label=data is not None and log is not None and label in log.full_schema(0).names,
+        predictions=_predictions_of([task.name for task in model.tasks]),
+        labels=labels,
+        copied=tuple(name for name, column in labels.items() if column in columns),
         num_samples=source.num_samples,
         num_skipped=lambda: source.num_skipped or 0,
     )
@@ -155,25 +160,36 @@ def _open_exported(folder: Path | str, data: str | Sequence[str] | None) -> _Sco
                     stop = min(start + EVAL_BATCH, piece.block.num_rows)
                     yield model.predict_block(piece.block, start, stop).astype(np.float64), None
 
+    labels, columns = _labels_of(list(model.tasks.items()), model.label), log.full_schema(0).names
     return _Scoring(
         scores=scores(),
         log=log,
-        label=model.label,
-        copies_label=model.label in log.full_schema(0).names,
+        predictions=_predictions_of(list(model.tasks)),
+        labels=labels,
+        copied=tuple(name for name, column in labels.items() if column in columns),
         num_samples=log.num_samples,
         num_skipped=lambda: 0,
     )
 
 
+def _predictions_of(tasks: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"p_{task}" for task in tasks) or ("p",)
+
+
+def _labels_of(tasks: Sequence[tuple[str, str]], label: str) -> dict[str, str]:
+    """The columns of labels that are written, from the tasks' names and label columns, and the label column of a model without tasks."""
+    return {f"label_{task}": column for task, column in tasks} or {"label": label}
+
+
 def _open_copied(scoring: _Scoring, keep: Sequence[str]) -> CopiedColumns | None:
-    for name in ("p", "label"):
+    for name in (*scoring.predictions, *scoring.labels):
         if name in keep:
             raise DataError(f"the output has its own column `{name}`: the log's cannot be kept under that name")
     if scoring.log is None:
         if keep:
             raise DataError("--keep copies columns of files, but this run's log is synthetic: name files with --data")
         return None
-    names = [*keep, scoring.label] if scoring.copies_label else keep
+    names = [*keep, *(scoring.labels[name] for name in scoring.copied)]
     return CopiedColumns(scoring.log, names) if names else None
 
 
@@ -184,15 +200,21 @@ def _build_table(
     copied: CopiedColumns | None,
     keep: Sequence[str],
 ) -> pa.Table:
-    columns: dict[str, pa.Array | pa.ChunkedArray] = {"p": pa.array(p)}
+    columns: dict[str, pa.Array | pa.ChunkedArray] = dict(zip(scoring.predictions, _columns_of(p), strict=True))
     if labels is not None:
-        columns["label"] = pa.array(labels)
+        columns |= dict(zip(scoring.labels, _columns_of(labels), strict=True))
     if copied is not None:
         rows = copied.take(len(p))
-        if scoring.copies_label:
-            columns["label"] = pa.array(to_floats(rows.column(scoring.label), scoring.label), from_pandas=True)
+        for name in scoring.copied:
+            column = scoring.labels[name]
+            columns[name] = pa.array(to_floats(rows.column(column), column), from_pandas=True)
         columns |= {name: rows.column(name) for name in keep}
     return pa.table(columns)
+
+
+def _columns_of(values: NDArray[Any]) -> list[pa.Array]:
+    """Values [B] as one column, or [B, T] as T; NaN is a missing label."""
+    return [pa.array(column, from_pandas=True) for column in values.reshape(len(values), -1).T]
 
 
 class CopiedColumns:

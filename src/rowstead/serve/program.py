@@ -15,7 +15,7 @@ from torch.nn import functional
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.mix import mix64_tensor
-from rowstead.nn.heads import Head
+from rowstead.nn.heads import Head, TaskLosses
 from rowstead.nn.network import Network
 from rowstead.spec.features import SparseFeatureSpec
 
@@ -107,7 +107,7 @@ class ServingProgram(nn.Module):
         features: Sequence[SparseFeatureSpec],
         transforms: DenseTransforms,
         *,
-        head: Head,
+        head: Head | TaskLosses,
         log_keep_rate: float,
         int8: bool = False,
     ) -> None:
@@ -141,7 +141,7 @@ class ServingProgram(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.int64))
 
     def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Click probabilities [B]."""
+        """Click probabilities [B], or the prediction of each task [B, T]."""
         logits = self.net(self.dense_program(dense), self.pooled(dense.shape[0], ids, offsets))
         return self.head.predict(logits + self.log_keep_rate)
 

@@ -38,6 +38,11 @@ def each_between(least: int, most: int) -> Bound:
     return Bound(holds, f"must be from {least:,} to {most:,}")
 
 
+def between(least: float, most: float) -> Bound:
+    """Numbers from `least` to `most`."""
+    return Bound(lambda value: least <= value <= most, f"must be from {least:g} to {most:g}, got {{}}")
+
+
 def at_most(length: int) -> Bound:
     """Text of so many characters, or a list of so many items."""
     return Bound(lambda value: len(value) <= length, f"must not be longer than {length:,}")

@@ -25,6 +25,7 @@ from rowstead.spec.bounds import (
     Spec,
     ZeroToOne,
     at_most,
+    between,
     each_between,
     up_to,
 )
@@ -57,8 +58,18 @@ class LogSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConversionSpec(Spec):
+    """A second label of a synthetic log, `conversion`: whether a click led to a conversion; missing where there was no click."""
+
+    rate: InsideZeroToOne = 0.1
+    """Mean probability that an example converts if it is clicked, over all examples."""
+    correlation: Annotated[float, between(-1, 1)] = 0.5
+    """Correlation of its log-odds with those of the click, over all examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SynthSpec(LogSpec):
-    """A click log drawn from a hidden teacher; columns `dense_0 …`, `sparse_0 …`, `label` and `true_p`."""
+    """A click log drawn from a hidden teacher; columns `dense_0 …`, `sparse_0 …`, `label` and `true_p`, and those of `conversion`."""
 
     split_class: ClassVar[str] = "rowstead.data.synth:SynthSplit"
     cursor_keys: ClassVar[tuple[str, ...]] = ("row",)
@@ -99,6 +110,8 @@ class SynthSpec(LogSpec):
     """Dimension of the teacher's vector for each id."""
     drift: ZeroToOne = 0.0
     """How far the teacher changes from the first example to the last: 0 not at all, 1 to an unrelated teacher."""
+    conversion: ConversionSpec | None = None
+    """Add a second label, `conversion`, for `model.tasks`. Default: only the click, `label`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,6 +130,11 @@ class SynthSpec(LogSpec):
     @property
     def has_test(self) -> bool:
         return self.num_test_samples > 0
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label columns of the log."""
+        return (self.label,) if self.conversion is None else (self.label, "conversion")
 
 
 def list_paths(paths: str | Iterable[str]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rowstead.spec.bounds import BelowOne, Layers, Spec, Width
 from rowstead.spec.errors import SpecError, require
+from rowstead.spec.heads import TaskHeadSpec, TaskSpec, check_tasks
 from rowstead.spec.interactions import InteractionSpec
 from rowstead.spec.network_options import NetworkSpec
 from rowstead.spec.networks import NETWORKS, BuiltinNetwork, make_absolute, parse_network
@@ -20,7 +21,7 @@ Norm = Literal["none", "batch", "layer"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(Spec):
-    """Embedding tables over sparse features, and a network from dense features and pooled rows to one logit."""
+    """Embedding tables over sparse features, and a network from dense features and pooled rows to one logit, or to a logit per task."""
 
     width: Width = 16
     """Width of the embedding rows, and of the vectors to which the bottom MLP projects the dense features."""
@@ -45,6 +46,16 @@ class ModelSpec(Spec):
     See [Networks](networks.md)."""
     options: Mapping[str, Any] | None = None
     """Options of the network: those of a built-in one are listed in [`model.options`](#modeloptions), those of yours are given to its constructor."""
+    tasks: tuple[TaskSpec, ...] = ()
+    """Several labels to predict, the most important one first: tables and studies judge a run by it. Default: the log's one label. See
+    [Several labels](tasks.md)."""
+    task_head: TaskHeadSpec | None = None
+    """With `tasks`: how they share the model. Default: a tower per task over the network."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the network returns for each example: a logit, or with tasks what their head reads."""
+        return self.task_head.width if self.tasks and self.task_head is not None else 1
 
     @property
     def dense_width(self) -> int:
@@ -55,12 +66,21 @@ class ModelSpec(Spec):
         super().__post_init__()
         object.__setattr__(self, "network", make_absolute(self.network))
         parse_network(self.network)
+        check_tasks(self.tasks, self.task_head)
+        if self.tasks and self.task_head is None:
+            object.__setattr__(self, "task_head", TaskHeadSpec())
         if self.network in NETWORKS:
             self._check_options(NETWORKS[self.network])
 
     def _check_options(self, entry: BuiltinNetwork) -> None:
         reads = " and ".join(", ".join(f"`{key}`" for key in entry.reads).rsplit(", ", 1))
         unused = f"`{self.network}` has no options: set {reads}"
+        able = ", ".join(f"`{name}`" for name, other in NETWORKS.items() if other.has_wide_output)
+        require(
+            not self.tasks or entry.has_wide_output,
+            "tasks",
+            f"`network: {self.network}` predicts one label only: take one of {able}, or a network of your own",
+        )
         require(not self.options or bool(dataclasses.fields(entry.options)), "options", unused)
         self.network_options.check(self)
         object.__setattr__(

@@ -49,8 +49,9 @@ class NetworkShape:
         return self.num_dense + len(self.widths)
 
     def deep(self, inputs: int, widths: tuple[int, ...] | None = None) -> tuple[Layer, ...]:
-        """The layers of a deep part with one output: an MLP with the hidden layers of `model.top`, or of these widths."""
-        return (*self.hidden(inputs, widths), *mlp_layers(_last(inputs, self.model.top if widths is None else widths), (1,)))
+        """The layers of a deep part with the network's outputs: an MLP with the hidden layers of `model.top`, or of these widths."""
+        last = _last(inputs, self.model.top if widths is None else widths)
+        return (*self.hidden(inputs, widths), *mlp_layers(last, (self.model.num_outputs,)))
 
     def hidden(self, inputs: int, widths: tuple[int, ...] | None = None) -> tuple[Layer, ...]:
         """The same without its output."""
@@ -213,7 +214,7 @@ class AutoIntSpec(NetworkSpec):
         weights = 4 * out * (width + (self.layers - 1) * out)
         deep = shape.deep(fields * width) if self.deep else ()
         return NetworkWork(
-            top=(*mlp_layers(fields * out, (1,)), *deep),
+            top=(*mlp_layers(fields * out, (shape.model.num_outputs,)), *deep),
             product_flops=2.0 * fields * weights + self.layers * 4.0 * fields**2 * out,
             written=_fields_written(shape) + self.layers * (11 * fields * out + 2 * self.heads * fields**2),
             operators=3 + 14 * self.layers,
@@ -248,7 +249,11 @@ class DCNv2Spec(NetworkSpec):
         gates = mlp_layers(width, (experts,), has_bias=False) if experts > 1 else ()
         mixed = rank * (self.rank or 0) if experts > 1 else 0
         is_stacked = self.structure == "stacked"
-        deep = shape.deep(width) if is_stacked else (*shape.hidden(width), *mlp_layers(width + shape.model.top[-1], (1,)))
+        deep = (
+            shape.deep(width)
+            if is_stacked
+            else (*shape.hidden(width), *mlp_layers(width + shape.model.top[-1], (shape.model.num_outputs,)))
+        )
         return NetworkWork(
             top=(*cross * layers, *gates, *deep),
             product_flops=layers * 2.0 * mixed + 2.0 * (layers - 1) * width * len(gates) * experts,

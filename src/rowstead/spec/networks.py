@@ -47,6 +47,8 @@ class BuiltinNetwork:
     """Whether every table must be as wide as model.width."""
     has_first_order: bool = False
     """Whether the last column of each row is a first-order weight."""
+    has_wide_output: bool = False
+    """Whether it can return `model.num_outputs` numbers for each example instead of a logit, for the heads of several labels."""
 
 
 NETWORKS: dict[str, BuiltinNetwork] = {
@@ -56,6 +58,7 @@ NETWORKS: dict[str, BuiltinNetwork] = {
         paper="Naumov et al. 2019, arXiv:1906.00091",
         module="rowstead.nn.dlrm:DLRMNetwork",
         options=DLRMSpec,
+        has_wide_output=True,
         reads=("bottom", "top", "interaction"),
     ),
     "wide_deep": BuiltinNetwork(
@@ -90,6 +93,7 @@ NETWORKS: dict[str, BuiltinNetwork] = {
         paper="Song et al. 2019, arXiv:1810.11921",
         module="rowstead.nn.autoint:AutoInt",
         options=AutoIntSpec,
+        has_wide_output=True,
         needs_equal_widths=True,
     ),
     "dcnv2": BuiltinNetwork(
@@ -98,6 +102,7 @@ NETWORKS: dict[str, BuiltinNetwork] = {
         paper="Wang et al. 2021, arXiv:2008.13535",
         module="rowstead.nn.dcnv2:DCNv2",
         options=DCNv2Spec,
+        has_wide_output=True,
     ),
     "masknet": BuiltinNetwork(
         title="MaskNet",
@@ -105,6 +110,7 @@ NETWORKS: dict[str, BuiltinNetwork] = {
         paper="Wang et al. 2021, arXiv:2102.07619",
         module="rowstead.nn.masknet:MaskNet",
         options=MaskNetSpec,
+        has_wide_output=True,
         needs_equal_widths=True,
     ),
     "finalmlp": BuiltinNetwork(

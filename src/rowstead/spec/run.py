@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from rowstead.spec.bounds import AboveZero, PlainName, Processes, Seed, Spec
 from rowstead.spec.data import DataSpec
-from rowstead.spec.errors import RowsteadError, SpecError, require
+from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean, require
 from rowstead.spec.features import FeaturesSpec, Table, tables_of
 from rowstead.spec.fleet import FleetSpec
+from rowstead.spec.heads import HEADS
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.network_options import NetworkShape
@@ -68,6 +69,7 @@ class RunSpec(Spec):
             kept = next((f.name for f in self.features.expanded_sparse() if f.hash == "none"), None)
             require(kept is None, "scale", f"shrinks tables, but ids of `{kept}` are rows already (hash: none): use `mix`")
         self._check_placement()
+        self._check_tasks()
         stop = self.train.early_stop
         has_groups = self.data.files is not None and self.data.files.group is not None
         needs_groups = stop is not None and stop.monitor == "gauc"
@@ -80,6 +82,42 @@ class RunSpec(Spec):
             self._check_fleet(self.fleet)
         if self.model.network in NETWORKS:
             self._check_network(NETWORKS[self.model.network])
+
+    def _check_tasks(self) -> None:
+        """Refuse what goes with one label only, or with several only."""
+        tasks, stop = self.model.tasks, self.train.early_stop
+        followed = None if stop is None else stop.task
+        if not tasks:
+            require(followed is None, "train.early_stop.task", "applies only to several labels: list them in `model.tasks`")
+            return
+        names = [task.name for task in tasks]
+        unknown = f"there is no task `{followed}`: {did_you_mean(followed or '', names)}"
+        require(followed is None or followed in names, "train.early_stop.task", unknown)
+        task = tasks[names.index(followed)] if followed is not None else tasks[0]
+        monitor = None if stop is None else stop.monitor
+        require(
+            HEADS[task.loss].is_probability or monitor in (None, "mse"),
+            "train.early_stop.monitor",
+            f"task `{task.name}` is a regression, which only has `mse`",
+        )
+        require(self.train.loss == "bce", "train.loss", "does not apply with `model.tasks`: give each task its `loss`")
+        require(not self.train.label_smoothing, "train.label_smoothing", "does not apply with `model.tasks`: remove it")
+        kept_all = self.data.negative_keep_rate == 1
+        require(
+            kept_all, "data.negative_keep_rate", "does not apply with `model.tasks`, whose labels do not share negatives: use 1"
+        )
+        files, synth = self.data.files, self.data.synth
+        if files is not None:
+            is_default = files.label == "label"
+            require(is_default, f"data.{files.kind}.label", "does not apply with `model.tasks`, which name the label columns")
+            require(files.true_p is None, f"data.{files.kind}.true_p", "does not apply with `model.tasks`: remove it")
+        for task in tasks if synth is not None else ():
+            known = synth.labels if synth is not None else ()
+            require(
+                task.label in known,
+                "model.tasks",
+                f"the synthetic log has no label `{task.label}`: {did_you_mean(str(task.label), known)}",
+            )
 
     def _check_network(self, entry: BuiltinNetwork) -> None:
         kind, pairs = self.model.interaction.kind, self.model.interaction.pairs

@@ -13,6 +13,7 @@ from rowstead.spec.bounds import (
     Count,
     InsideZeroToOne,
     NotNegative,
+    PlainName,
     Spec,
     ZeroToOne,
     at_most,
@@ -20,7 +21,7 @@ from rowstead.spec.bounds import (
     up_to,
 )
 from rowstead.spec.errors import require
-from rowstead.spec.heads import HeadKind
+from rowstead.spec.heads import HEADS, HeadKind, Measure
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.sync import SyncSpec
 
@@ -38,7 +39,6 @@ DENSE_LR: dict[DenseOptimizer, float] = {"sgd": 0.02, "adagrad": 0.02, "adam": 0
 """Default learning rates."""
 MAX_WARMUP = 6
 """The warm-up of `sync` takes at most one in so many steps of a run."""
-Monitor = Literal["ne", "auc", "logloss", "mse", "gauc"]
 CheckpointFormat = Literal["exact", "fp16", "int8"]
 
 
@@ -87,8 +87,10 @@ class ScheduleSpec(Spec):
 class EarlyStopSpec(Spec):
     """Stop when the evaluation no longer improves. The weights of the best evaluation are those of the run, whatever ended it."""
 
-    monitor: Monitor | None = None
-    """The measure that must improve. Default: NE, or MSE under `loss: mse`."""
+    monitor: Measure | None = None
+    """The measure that must improve. Default: NE, or MSE under `loss: mse` and `loss: regression`."""
+    task: PlainName | None = None
+    """Of several labels, the task whose measure it is. Default: the first of `model.tasks`."""
     patience: AtLeastOne = 3
     """Evaluations without a better measure before the run stops."""
     min_delta: NotNegative = 0.0
@@ -106,7 +108,7 @@ class TrainSpec(Spec):
     max_steps: AtLeastOne | None = None
     """Stop after so many steps, if that is before the last epoch ends."""
     loss: HeadKind = "bce"
-    """The loss, which also decides what a prediction is."""
+    """The loss, which also decides what a prediction is. With `model.tasks` each task has its own."""
     label_smoothing: BelowOne = 0.0
     """In training, labels move by this share towards 0.5: 0.1 makes 0 and 1 to 0.05 and 0.95."""
     sparse_optimizer: SparseOptimizerSpec = SparseOptimizerSpec()
@@ -148,6 +150,9 @@ class TrainSpec(Spec):
         is_used = self.checkpoint_format == "exact" or self.full_checkpoint_every > 1
         require(
             is_used, "checkpoint_format", "applies only to checkpoints that are not full: set `full_checkpoint_every` above 1"
+        )
+        require(
+            HEADS[self.loss].is_probability, "loss", f"`{self.loss}` is the loss of a task: name its label in `model.tasks`"
         )
         require(self.early_stop is None or self.eval_every is not None, "early_stop", "needs `eval_every` to be set")
         follows = self.schedule.decay == "plateau"

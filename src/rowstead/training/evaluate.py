@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.data.batch import Batch, share_bounds
+from rowstead.data.file_log import FileLog
 from rowstead.data.name_values import name_values
 from rowstead.data.prefetch import Prefetch
 from rowstead.data.source import Source
@@ -18,6 +19,7 @@ from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.nn.dlrm import DLRM
 from rowstead.spec.errors import DataError
 from rowstead.training.metrics import Evaluation, Quality
+from rowstead.training.task_metrics import TaskEvaluation
 
 EVAL_BATCH = 8192
 
@@ -30,7 +32,7 @@ def predict_logits(
     max_samples: int | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[tuple[Batch, NDArray[np.float32]]]:
-    """Each batch of the split, on the CPU, with the model's logits [B], in the order of the log.
+    """Each batch of the split, on the CPU, with the model's logits [B] or [B, T], in the order of the log.
 
     With `max_samples` it ends with the batch that contains the last of them. With a `process_group` each process computes its share of
     a batch, and gets the logits of all of it.
@@ -52,10 +54,10 @@ def predict_logits(
 
 
 def _gather_shares(own: Tensor, num_samples: int, process_group: ProcessGroup) -> Tensor:
-    """The logits [B] of all processes; `own` are those of this one."""
+    """The logits of all processes; `own` are those of this one."""
     if process_group.world_size == 1:
         return own
-    logits = own.new_zeros(num_samples)
+    logits = own.new_zeros(num_samples, *own.shape[1:])
     logits[slice(*share_bounds(num_samples, process_group.rank, process_group.world_size))] = own
     process_group.all_reduce(logits)
     return logits
@@ -78,7 +80,8 @@ def evaluate(
     `progress` is called with the number done and the total. `train_rate` is the mean label of the training split, if it is known, and
     `top_k` the lengths of rankings for recall and NDCG within the log's groups.
     """
-    evaluation = Evaluation(negative_keep_rate=negative_keep_rate)
+    evaluation: Evaluation | TaskEvaluation
+    evaluation = TaskEvaluation(model.tasks) if model.tasks else Evaluation(negative_keep_rate=negative_keep_rate)
     log = source.file_log
     group, segment = (None, None) if log is None else (log.spec.group, log.spec.segment)
     columns = () if log is None else log.spec.group_columns
@@ -95,6 +98,14 @@ def evaluate(
             progress(evaluation.num_samples, source.num_samples)
     quality = evaluation.quality(train_rate, top_k=top_k, segment_column=segment or "")
     if log is not None and quality.segments is not None:
-        names = name_values(log, quality.segments.column, quality.segments.codes)
-        quality = dataclasses.replace(quality, segments=quality.segments.with_names(names))
+        quality = _with_names(quality, log)
     return quality
+
+
+def _with_names(quality: Quality, log: FileLog) -> Quality:
+    """The same with the values of the log that its segments stand for."""
+    segments = quality.segments
+    if segments is not None:
+        segments = segments.with_names(name_values(log, segments.column, segments.codes))
+    tasks = {task: _with_names(one, log) for task, one in quality.tasks.items()}
+    return dataclasses.replace(quality, segments=segments, tasks=tasks)

@@ -111,7 +111,7 @@ class Loop:
         self._writer = CheckpointWriter(process_group)
         self._stop_requested, self._save_failed = stepper.execution.agree_on(stop_requested, self._writer.has_failed)
         stepper.on_message = reporter.on_message
-        self._early_stopping = EarlyStopping(spec.train, self.position)
+        self._early_stopping = EarlyStopping(spec.train, self.position, spec.model.tasks)
         stepper.lr_scale = self.position.lr_scale
         self._profiler = None
         if profile and self.process_group.rank == 0:

@@ -5,16 +5,15 @@ Measures within groups are in `ranking_metrics`, those of parts of the set in `s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rowstead.spec.errors import DataError, TrainingError
-from rowstead.spec.heads import HEADS, HeadKind
-from rowstead.spec.train import Monitor
+from rowstead.spec.heads import HEADS, MEASURES, HeadKind, Measure
 from rowstead.training.ranking_metrics import GroupedExamples, Ranking
 from rowstead.training.segments import Segments, SegmentSums
 
@@ -45,10 +44,11 @@ class Quality:
     """The measures of one evaluation; None where a measure needs both classes or a teacher and the log has none."""
 
     num_samples: int
-    log_loss: float
     mse: float
     mean_label: float
     mean_prediction: float
+    log_loss: float | None = None
+    """None for a label that is no probability."""
     ne: float | None = None
     """Log loss over the log loss of the set's mean label; None if all labels are equal."""
     ne_train_rate: float | None = None
@@ -70,22 +70,33 @@ class Quality:
     """NE and calibration by the value of a column. None without one."""
     reliability: Reliability | None = None
     """Predictions against labels, group by group."""
+    num_missing: int | None = None
+    """Of a task: the examples without its label, which its measures do not count; None with one label."""
+    tasks: Mapping[str, Quality] = field(default_factory=dict)
+    """Of a model with several labels: the measures of each. The others here are those of the first one."""
 
-    def monitored(self, monitor: Monitor | None, head: HeadKind) -> float:
+    def monitored(self, monitor: Measure | None, head: HeadKind) -> float:
         """The measure that early stopping follows, so that lower is better: AUC as -AUC. MSE where the set has no NE or AUC."""
-        auc, gauc = (None if value is None else -value for value in (self.auc, self.gauc))
-        values = {"ne": self.ne, "auc": auc, "logloss": self.log_loss, "mse": self.mse, "gauc": gauc}
-        value = values[monitor or HEADS[head].measure]
-        return self.mse if value is None else value
+        entry = MEASURES[monitor or HEADS[head].measure]
+        value: float | None = getattr(self, entry.figure)
+        if value is None:
+            return self.mse
+        return -value if entry.higher_is_better else value
 
     def figures(self) -> dict[str, float]:
-        """The measures that are a number, by name."""
+        """The measures that are a number, by name; those of a task as `task/name`."""
         figures = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
-        return figures | (self.ranking.figures() if self.ranking is not None else {})
+        figures |= self.ranking.figures() if self.ranking is not None else {}
+        return figures | self._of_tasks({task: one.figures() for task, one in self.tasks.items()})
 
     def record_figures(self) -> dict[str, float]:
         """The same, and those of the segments, for a record."""
-        return self.figures() | (self.segments.figures() if self.segments is not None else {})
+        figures = self.figures() | (self.segments.figures() if self.segments is not None else {})
+        return figures | self._of_tasks({task: one.record_figures() for task, one in self.tasks.items()})
+
+    @staticmethod
+    def _of_tasks(figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        return {f"{task}/{name}": value for task, own in figures.items() for name, value in own.items()}
 
 
 class Evaluation:

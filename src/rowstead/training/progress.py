@@ -15,6 +15,7 @@ from rowstead.data.batch import Sparse
 from rowstead.data.row_order import Cursor
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
+from rowstead.spec.heads import TaskSpec
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import EarlyStopSpec, TrainSpec
@@ -77,8 +78,8 @@ class EarlyStopping:
     Its state is part of `position`, so that checkpoints keep it.
     """
 
-    def __init__(self, spec: TrainSpec, position: Position) -> None:
-        self._spec, self._position = spec, position
+    def __init__(self, spec: TrainSpec, position: Position, tasks: Sequence[TaskSpec] = ()) -> None:
+        self._spec, self._position, self._tasks = spec, position, tasks
 
     def observe(self, quality: Quality) -> bool:
         """Count one evaluation; true if it is the best so far, whose weights should be kept."""
@@ -86,7 +87,7 @@ class EarlyStopping:
         if rule is None and schedule.decay != "plateau":
             return False
         rule = rule or EarlyStopSpec()
-        measure = quality.monitored(rule.monitor, self._spec.loss)
+        measure = self._measure_of(quality, rule)
         is_best = position.best is None or measure < position.best - rule.min_delta
         if is_best:
             position.best, position.evaluations_since_best, position.evaluations_since_lr = measure, 0, 0
@@ -97,6 +98,12 @@ class EarlyStopping:
             position.lr_scale = max(position.lr_scale * schedule.factor, schedule.final)
             position.evaluations_since_lr = 0
         return is_best and self._spec.early_stop is not None
+
+    def _measure_of(self, quality: Quality, rule: EarlyStopSpec) -> float:
+        if not self._tasks:
+            return quality.monitored(rule.monitor, self._spec.loss)
+        task = next((task for task in self._tasks if task.name == rule.task), self._tasks[0])
+        return quality.tasks[task.name].monitored(rule.monitor, task.loss)
 
     @property
     def keeps_best(self) -> bool:

@@ -86,6 +86,10 @@ def figures_of(progress: TrainProgress) -> str:
 
 def quality_line(quality: Quality) -> str:
     """An evaluation on one line."""
+    if quality.tasks:
+        return "; ".join(f"{task}: {quality_line(one)}" for task, one in quality.tasks.items())
+    if quality.log_loss is None:
+        return f"MSE {quality.mse:.4g} · mean prediction {quality.mean_prediction:.4g}"
     parts = [f"log loss {quality.log_loss:.4f}"]
     parts.insert(0, f"NE {quality.ne:.4f}" if quality.ne is not None else "NE undefined (all labels are equal)")
     if quality.auc is not None:

@@ -18,7 +18,6 @@ from rowstead.data.batch import Batch
 from rowstead.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from rowstead.kernels.choose import has_triton
 from rowstead.nn.dlrm import DLRM
-from rowstead.nn.heads import head_of
 from rowstead.records.timers import Timers
 from rowstead.spec.errors import CheckpointError, TrainingError
 from rowstead.spec.phases import Phase
@@ -78,7 +77,6 @@ class Execution:
         self.sync: SyncPolicy | None = None
         """How the dense parameters are kept in sync with other trainers of a fleet."""
         self.phase: Callable[[Phase], AbstractContextManager[Any]] = timers.phase
-        self._head = head_of(spec.loss)
         self._value = math.nan
         """The loss of the last step."""
 
@@ -111,11 +109,10 @@ class Execution:
         """The mean loss over the batch, or over this process's share of it; computed in the type of the labels."""
         assert batch.labels is not None
         with torch.autocast(logits.device.type, enabled=False):
-            total = None if batch.global_totals is None else batch.global_totals.weight
             labels = batch.labels
             if self.spec.label_smoothing:
                 labels = labels + self.spec.label_smoothing * (0.5 - labels)
-            return self._head.loss(logits.to(labels.dtype), labels, batch.weights, total)
+            return self.model.head.loss(logits.to(labels.dtype), labels, batch.weights, batch.global_totals)
 
     def report_loss(self, loss: Tensor, number: int) -> None:
         """Check the loss before anything changes, where its value is known already."""

@@ -72,7 +72,14 @@ class TrainedRun:
                 raise RowsteadError("this run's log has no test split: set `test` or `test_fraction` of its log")
             return open_split(self.spec, split, self.id_kinds).source(encoder, seed=self.spec.seed)
         files = files_like(self.spec, data)
-        log = open_file_log(files, self.spec.features, split="all", with_labels=needs_label, id_kinds=self.id_kinds)
+        log = open_file_log(
+            files,
+            self.spec.features,
+            split="all",
+            with_labels=needs_label,
+            id_kinds=self.id_kinds,
+            tasks=self.spec.model.tasks,
+        )
         return FileSource(log, encoder, shuffle=False)
 
 
