@@ -216,6 +216,7 @@ def test_features_are_inferred_from_the_types_of_columns() -> None:
             "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)),
             "curve": pa.array([[1.0]]),
             "blob": pa.array([b"x"]),
+            "n{i}": pa.array([1]),
         }
     )
     features, left_out = infer_features(table.schema)
@@ -225,6 +226,7 @@ def test_features_are_inferred_from_the_types_of_columns() -> None:
     assert {*columns, *left_out} == set(table.column_names)  # none without a word
     assert left_out["blob"] == "type binary is not supported"
     assert "a recipe that says its `length`" in left_out["curve"]
+    assert left_out["n{i}"] == "`{i}` in a name stands for a number in recipes; rename it"
     found = describe([ColumnReader(features, label="label").block(table)], features)
     assert [s.length_max for s in found.sparse] == [1, 1, 1, 2, 1]
     assert found.label_mean == 1.0

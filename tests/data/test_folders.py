@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import date
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def test_what_a_folder_or_glob_has_instead_is_named(tmp_path: Path) -> None:
         find_files([str(tmp_path / "log" / "*.parquet")], ParquetSpec.suffixes)
     with pytest.raises(DataError, match=r"no file matches .*: there is no folder"):
         find_files([str(tmp_path / "logs" / "*.parquet")], ParquetSpec.suffixes)
+
+
+@pytest.mark.parametrize("name", [b"\xff.csv", b"day=\xff/a.csv", b"\xff=1/a.csv"])
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / os.fsdecode(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x,label\n1,0\n")
+    with pytest.raises(DataError, match=r"\\xff.* has a name that is not UTF-8; rename it"):
+        find_files([str(tmp_path)], CsvSpec.suffixes)
 
 
 def test_the_kind_of_a_log_is_that_of_its_files(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ class CsvIndex:
 def _open_raw(file: LogFile) -> pa.NativeFile:
     if file.is_local:
         check_regular(file.path)
-        return pa.OSFile(file.path, "rb")
+        # Files of the kernel have no size, and reading them may block.
+        return pa.OSFile(file.path, "rb") if os.path.getsize(file.path) else pa.BufferReader(b"")
     return pa.PythonFile(file.ranges(), "r")
 
 

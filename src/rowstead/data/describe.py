@@ -98,6 +98,8 @@ def infer_features(
             left_out[name] = "by its name an outcome or a time, not a feature"
         elif not name:
             left_out[name] = "no name"
+        elif "{i}" in name:
+            left_out[name] = "`{i}` in a name stands for a number in recipes; rename it"
         elif is_list(kind) and is_number:
             if pa.types.is_fixed_size_list(kind):
                 dense.append(DenseFeatureSpec(name=name, column=name, length=kind.list_size))

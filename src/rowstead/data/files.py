@@ -172,11 +172,17 @@ def find_files(patterns: Iterable[str], suffixes: Sequence[str] = ParquetSpec.su
 
     Of a folder they are those in it and below it that end in one of `suffixes`. Names that begin with `_` or `.` are skipped, as Spark does.
     """
-    return [
+    found = [
         file
         for pattern in patterns
         for file in (_find_remote(pattern, suffixes) if "://" in pattern else _find_local(pattern, suffixes))
     ]
+    for file in found:
+        if any("\ud800" <= c <= "\udfff" for c in file.path):  # bytes that Python could not decode, and pyarrow cannot open
+            raise DataError(
+                f"`{os.fsencode(file.path).decode('utf-8', 'backslashreplace')}` has a name that is not UTF-8; rename it"
+            )
+    return found
 
 
 def _find_local(pattern: str, suffixes: Sequence[str]) -> list[LogFile]:
