@@ -78,6 +78,9 @@ def check_results(num_rows: int) -> None:
     log = pd.read_csv("clicks.csv").set_index("event_id")
     assert abs(len(predictions) - num_rows / 10) < num_rows / 200
     assert (log.loc[predictions.event_id, "clicked"].to_numpy() == predictions.label.to_numpy()).all()
+    known = log.loc[predictions.event_id[:200]].drop(columns="clicked")
+    p = rowstead.load("last").predict(known)  # as pandas reads the file
+    assert np.allclose(p, predictions.p[:200], atol=1e-5)
     assert Path("report.html").stat().st_size > 1000
     Path("hand.yaml").write_text(HAND_WRITTEN)
     ours, by_hand = rowstead.evaluate("last").ne, rowstead.train("hand.yaml").quality.ne

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from rowstead.nn.dlrm import DLRM
 from rowstead.plan.predict import build_predicted_record, comparison_text, predict_run
 from rowstead.plan.work import step_work
 from rowstead.records.files import write_atomic
-from rowstead.records.run_folder import DEFAULT_ROOT, Failure, RunFolder
+from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import KERNELS, PERF, UsageSampler, machine_facts, perf_traffic_bytes, versions
 from rowstead.report.placement import placement_text
 from rowstead.spec.catalogue import calibrated_machine
@@ -237,13 +236,9 @@ def _run(
                 loop.save()
             if compiler is not None:
                 compiler.run()
-            try:
+            with _keep_failure(folder, group, loop, is_resumed=is_resumed):
                 callback.on_start(spec, folder.path)
                 outcome = loop.run()
-            except Exception as error:
-                if group.rank == 0:
-                    _keep_failure(folder, loop.position.step, error, is_resumed=is_resumed)
-                raise
 
         # The record.
         record = None
@@ -257,7 +252,6 @@ def _run(
             num_steps, quality = outcome.position.step, outcome.quality
             for sentence in closing_advice(stepper.spec, num_steps, quality, outcome.train_ne):
                 callback.on_message(sentence)
-            folder.failure_file.unlink(missing_ok=True)
             if group.world_size == 1:
                 _compare_with_prediction(spec, placement, device, folder, record, callback)
         model.store.close()
@@ -265,12 +259,13 @@ def _run(
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop.signal)
 
 
-def _keep_failure(folder: RunFolder, step: int, error: Exception, *, is_resumed: bool) -> None:
-    """Say in a run's folder why the run failed; remove the folder if there is nothing else in it to keep."""
-    if step == 0 and not is_resumed:
-        shutil.rmtree(folder.path, ignore_errors=True)
-    else:
-        folder.write_failure(Failure(date=date_now(), step=step, why=str(error) or type(error).__name__))
+def _keep_failure(
+    folder: RunFolder, group: ProcessGroup, loop: Loop, *, is_resumed: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Of several processes the first keeps why the run failed."""
+    if group.rank > 0:
+        return contextlib.nullcontext()
+    return folder.keep_failure(lambda: loop.position.step, keeps_empty=is_resumed)
 
 
 def _load_checkpoint(

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from rowstead import run
+from rowstead.training.compile import COMPILING
 from rowstead.training.progress import Progress
 from rowstead.training.progress_bar import ProgressBar, progress_callback
 from tests.cli.commands import Command, assert_refused, recipe
@@ -114,10 +115,14 @@ def test_the_bar_says_that_a_run_starts_until_there_is_a_step() -> None:
         bar = callback._bar  # what is shown
         console.print(bar.get_renderable())
         before = console.export_text(clear=True)
+        callback.on_message(f"{COMPILING}: the first run on a machine takes longer")
+        console.print(bar.get_renderable())
+        compiling = console.export_text(clear=True)
         callback.on_step(Progress(step=3, total_steps=3, num_samples=9, loss=0.5, samples_per_s=10.0, waiting_share=0.0))
         console.print(bar.get_renderable())
         after = console.export_text()
     assert "starting" in before
+    assert re.search(rf"{COMPILING} +━", compiling)
     assert "ETA" not in before
     assert "?" not in before
     assert "training" in after

@@ -173,6 +173,9 @@ def test_a_role_that_fails_at_start_ends_the_fleet_with_its_message(tmp_path: Pa
     assert "the loss is" in done.stderr
     assert "Traceback" not in done.stderr
     assert left_behind(out) == []
+    failure = RunFolder(out).read_failure()
+    assert failure is not None
+    assert "the loss is" in failure.why
 
 
 # Faults

@@ -61,6 +61,7 @@ def test_a_first_run_compiles_each_kernel_once_before_its_first_step_and_a_secon
     numbers = [int(found[1]) for line in said if (found := re.match(r"compiled kernels (\d) of 6: ", line))]
     assert numbers == [1, 2, 3, 4, 5, 6]
     assert sorted(line.split(": ")[1] for line in said[1:]) == sorted(kernel_calls(small_spec()))
+    assert any(re.fullmatch(r"kernels are compiled, in \d+ s", line) for line in first)
     assert not [line for line in first if re.match(r"late: rowstead\.kernels\.", line)]  # those that training needs
     assert not [line for line in trained(tmp_path / "two", tmp_path / "cache") if line.startswith(("compil", "late"))]
 

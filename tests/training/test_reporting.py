@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
 from rowstead.records.events import read_events
+from rowstead.report.charts_tables import feature_sizes
+from rowstead.report.inputs import gather
+from rowstead.run import train
 from rowstead.training.progress import Progress, RunReporter
-from tests.small_runs import RecordingCallback
+from tests.small_runs import RecordingCallback, parquet_spec, written_log
 
 
 def progress(step: int) -> Progress:
@@ -41,3 +48,16 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
     reporter.close()
     assert callback.messages == ["hello"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lengths_of_bags_in_the_report_are_those_of_the_log(tmp_path: Path) -> None:
+    log = written_log(tmp_path / "log")
+    train(parquet_spec(log, "train.log_every=1"), out=tmp_path / "run")
+    table = pq.read_table(sorted(log.glob("train-*.parquet")))
+    columns = [name for name in table.column_names if name.startswith("sparse_")]
+    means = [pc.mean(pc.list_value_length(table[name])).as_py() for name in columns]
+    assert max(means) > 1.3
+    (run,) = gather([tmp_path / "run"]).runs
+    assert run.mean_ids == pytest.approx(means, rel=1e-6)
+    shown = feature_sizes(run.spec, run.mean_ids)
+    assert shown.ids == run.mean_ids

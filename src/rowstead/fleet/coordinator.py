@@ -193,7 +193,10 @@ class Coordinator:
         with (
             stop_on_signal() as stop_requested,
             UsageSampler() as usage,
-            contextlib.closing(self._open_reporter(resumed_step)) as self._reporter,
+            folder.keep_failure(lambda: self._position.step, keeps_empty=True),  # its roles' logs say more
+            contextlib.closing(
+                RunReporter(folder.path, callback, log_every=spec.train.log_every, resumed_step=resumed_step)
+            ) as self._reporter,
             open_socket_folder() as sockets,
             self._build_launcher(cores) as launcher,
         ):
@@ -234,9 +237,6 @@ class Coordinator:
         if num_lost := self._position.num_lost_updates if record is None else record.figures.get("num_lost_updates", 0):
             callback.on_message(describe_lost_updates(int(num_lost)))
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
-
-    def _open_reporter(self, resumed_step: int | None) -> RunReporter:
-        return RunReporter(self._folder.path, self._callback, log_every=self._spec.train.log_every, resumed_step=resumed_step)
 
     def _build_launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:
         """Build the launcher of the roles. Those that may be on other machines authenticate with keys; those here use Unix sockets."""

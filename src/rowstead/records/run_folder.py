@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rowstead.records.files import is_record, json_line, write_atomic
 from rowstead.records.plain_files import check_plain_folder, open_plain, parse_json, read_plain
 from rowstead.spec.errors import RowsteadError, SpecError, did_you_mean
 from rowstead.spec.parse import override, parse, to_plain
-from rowstead.spec.record import Record
+from rowstead.spec.record import Record, date_now
 from rowstead.spec.run import RunSpec
 from rowstead.spec.yaml_text import read_text
 
@@ -200,6 +201,20 @@ class RunFolder:
         """Keep why the run failed. A disk that is full, as it may be then, is no second error."""
         with contextlib.suppress(OSError):
             write_atomic(self.failure_file, json_line(to_plain(failure)))
+
+    @contextlib.contextmanager
+    def keep_failure(self, step: Callable[[], int], *, keeps_empty: bool) -> Iterator[None]:
+        """Keep why the block fails, after how many steps; a run that fails before its first step is removed unless `keeps_empty`."""
+        try:
+            yield
+        except Exception as error:
+            if step() == 0 and not keeps_empty:
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.write_failure(Failure(date=date_now(), step=step(), why=str(error) or type(error).__name__))
+            raise
+        with contextlib.suppress(OSError):
+            self.failure_file.unlink(missing_ok=True)
 
     def read_failure(self) -> Failure | None:
         """Why the run failed; None if it did not."""

@@ -46,7 +46,8 @@ def newest(entries: Iterable[StoreEntry]) -> list[StoreEntry]:
             continue
         where = json.dumps(entry.axes, sort_keys=True) if entry.axes else entry.point
         point = (entry.study, entry.record.kind, machine_of(entry), where)
-        found[(*point, entry.seed)] = (point, entry)
+        key = (*point, entry.seed)
+        found[key] = (point, entry)
         common[point] = _common(entry)
     return [entry for point, entry in found.values() if not point or _common(entry) == common[point]]
 

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.run import RunSpec
 from rowstead.training.build import ROW_DTYPES
 
+COMPILING = "compiling kernels"
 DEADLINE_S = 120.0
 """Longest wait for the second process: what it has not compiled by then, training compiles."""
 
@@ -84,6 +86,7 @@ class KernelCompiler(event.Listener):
         self._lock = threading.Lock()
         self._num_done = 0
         self._is_missing = False
+        self._started_s = 0.0
         self._helper: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
 
@@ -104,7 +107,8 @@ class KernelCompiler(event.Listener):
         with self._lock:
             is_first, self._is_missing = not self._is_missing, True
         if is_first:
-            self._on_message("compiling kernels: the first run on a machine takes longer")
+            self._started_s = time.monotonic()
+            self._on_message(f"{COMPILING}: the first run on a machine takes longer")
             if self._left and usable_cores() > 1 and sys.executable:
                 self._thread = threading.Thread(target=self._feed_helper, name="compile", daemon=True)
                 self._thread.start()
@@ -120,6 +124,8 @@ class KernelCompiler(event.Listener):
                 self._report(name)
         if self._thread is not None:
             self._thread.join(DEADLINE_S)
+        if self._is_missing:
+            self._on_message(f"kernels are compiled, in {time.monotonic() - self._started_s:.0f} s")
 
     def _feed_helper(self) -> None:
         """Give the second process one kernel after another, those that are needed last first."""

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.text import Text
 
 from rowstead.report.terminal import terminal
+from rowstead.training.compile import COMPILING
 from rowstead.training.metrics import Quality
 from rowstead.training.progress import Callback
 from rowstead.training.progress import Progress as TrainProgress
@@ -132,13 +133,18 @@ class ConsoleLines(Callback):
 
 
 class ProgressBar(ConsoleLines):
-    """Shows training as a progress bar; until the first step it says that the run starts."""
+    """Shows training as a progress bar; until the first step it says that the run starts, or that kernels are compiled."""
 
     def __init__(self, bar: Progress) -> None:
         super().__init__(bar.console)
         self._bar = bar
         self._task = bar.add_task("starting", total=None, figures="")
         self._throttle = Throttle(BAR_EVERY_S)
+
+    def on_message(self, text: str) -> None:
+        super().on_message(text)
+        if text.startswith(COMPILING):
+            self._bar.update(self._task, description=COMPILING)
 
     def on_step(self, progress: TrainProgress) -> None:
         if self._throttle.is_due() or progress.step == progress.total_steps:
