@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import open_sources
-from rowstead.data.tables import GivenSpec, read_given
+from rowstead.data.tables import read_given
 from rowstead.distributed import job
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
 from rowstead.distributed.stop import stop_on_signal
@@ -72,7 +73,7 @@ class Result:
 
 
 def train(
-    spec: GivenSpec | None = None,
+    spec: RunSpec | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     data: Any = None,
     eval_data: Any = None,
@@ -93,6 +94,8 @@ def train(
     `callback` is a `Callback`, or several, that follow the run. `progress` shows a bar on standard error where that is a terminal or a
     notebook; False never does, True prints lines where there is no bar. `init_from` names an earlier run whose weights the model starts
     with. `profile` traces a few steps into `trace.json` and reports where their time went.
+
+    Ctrl-C saves a checkpoint and returns: `outcome.ending` of the result is `interrupted` then, and `resume` continues the run.
     """
     spec = read_given(spec, data, eval_data, Path(root) if out is None else Path(out).parent)
     if spec.fleet is not None:

@@ -56,6 +56,13 @@ def test_named_levels_of_an_index_are_columns_and_others_are_not() -> None:
     assert arrow_table(frame.set_axis(["a", "b", "c", "d"])).schema.names == list(frame.columns)
 
 
+def test_a_dict_may_have_nan_for_missing_text_and_unsigned_ids() -> None:
+    table = arrow_table({"city": ["Oslo", float("nan")], "id": [2**64 - 1, 5], "vector": np.zeros((2, 3))})
+    assert table["city"].to_pylist() == ["Oslo", None]
+    assert table["id"].to_pylist() == [2**64 - 1, 5]
+    assert table["vector"].to_pylist() == [[0.0] * 3] * 2
+
+
 def test_what_is_no_table_is_refused_with_what_to_give() -> None:
     mixed = pd.DataFrame({"user": ["a", 1, None]})
     for data in (mixed, 5, object(), {"a": [1, 2], "b": [1]}):

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rowstead.cli.options import RUNS, Root
-from rowstead.report.terminal import terminal
+from rowstead.report.terminal import count, terminal
 from rowstead.spec.errors import RowsteadError
 
 
@@ -49,7 +49,7 @@ def report(
     bad = inputs.contents.num_bad_lines
     note = f" ({bad:,} line{'s' if bad > 1 else ''} could not be read)" if bad else ""
     console.print(
-        f"report of {len(inputs.entries):,} records in {out}, {format_bytes(len(text.encode()))}{note}",
+        f"report of {count(len(inputs.entries), 'record')} in {out}, {format_bytes(len(text.encode()))}{note}",
         soft_wrap=True,
     )
     if pictures is not None:

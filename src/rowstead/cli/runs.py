@@ -79,7 +79,7 @@ def runs(
             shown = [_shown(value_of(entry, key)) for key in keys]
             rows.append([entry.id, entry.record.date[:16], _kind(entry), what, axes, *shown, entry.failure or ""])
         _print_table(console, ["id", "date", "kind", "what", "point", *keys, "failed"], rows)
-        console.print(f"{len(chosen):,} of {len(contents.entries):,} records")
+        console.print(f"{len(chosen):,} of {count(len(contents.entries), 'record')}")
     _print_problems(notes, contents)
 
 

@@ -151,7 +151,7 @@ class ColumnReader:
         for name in self.names:
             if name not in rows:
                 raise _missing(name, list(rows))
-            arrays[name] = _arrow(rows[name], name)
+            arrays[name] = arrow_column(rows[name], name)
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
             short, long = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
@@ -206,7 +206,8 @@ def check_id_kinds(features: FeaturesSpec, kinds: IdKinds) -> None:
             )
 
 
-def _arrow(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
+def arrow_column(values: Any, name: str) -> pa.Array | pa.ChunkedArray:
+    """A list, NumPy array or the like as an Arrow array."""
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values
     try:

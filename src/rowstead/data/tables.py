@@ -11,18 +11,16 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rowstead.data.columns import arrow_column
 from rowstead.data.files import choose_file_log
 from rowstead.spec.data import FILE_LOGS
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec, load_recipe
-
-GivenSpec: TypeAlias = "RunSpec | Mapping[str, Any] | str | os.PathLike[str]"
-"""A spec, a dict with a recipe's content, a recipe's path, or the name of a shipped one."""
 
 KINDS = tuple(kind.kind for kind in FILE_LOGS)
 FOLDER = "tables"
@@ -48,7 +46,11 @@ def arrow_table(data: Any) -> pa.Table:
             warnings.simplefilter("ignore", UserWarning)  # of pandas, about names of columns that are no text
             if isinstance(data, pa.RecordBatch):
                 return pa.Table.from_batches([data])
-            table = data if isinstance(data, pa.Table) else pa.table(dict(data) if isinstance(data, Mapping) else data)
+            if isinstance(data, Mapping):
+                data = {name: arrow_column(values, name) for name, values in data.items()}
+            table = data if isinstance(data, pa.Table) else pa.table(data)
+    except DataError:
+        raise
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -94,7 +96,9 @@ def as_files(data: Any) -> Iterator[tuple[str, ...] | None]:
         yield (str(keep_table(data, Path(folder))),)
 
 
-def read_given(spec: GivenSpec | None, data: Any, eval_data: Any, folder: Path) -> RunSpec:
+def read_given(
+    spec: RunSpec | Mapping[str, Any] | str | os.PathLike[str] | None, data: Any, eval_data: Any, folder: Path
+) -> RunSpec:
     """The recipe that `train` was given, with `data` in place of its own log; tables are kept under `folder`."""
     if spec is None:
         if data is None:
