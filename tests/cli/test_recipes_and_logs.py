@@ -168,3 +168,18 @@ def test_a_log_is_packed_once_and_trained_on(rowstead: Command) -> None:
     trained = rowstead("train", recipe(), "--set", "data.cache=packed", "--set", "train.max_steps=2")
     assert trained.code == 0, trained.text
     assert "packing the log" not in trained.text
+
+
+def test_describe_says_that_a_log_is_sorted(rowstead: Command) -> None:
+    random = np.random.default_rng(1)
+    users = random.integers(0, 200, 20_000)
+    for name, column in (("sorted", np.sort(users)), ("random", users)):
+        table = pa.table({"label": random.integers(0, 2, 20_000), "user": column, "item": random.integers(0, 50, 20_000)})
+        pq.write_table(table, f"{name}.parquet")
+    done = rowstead("data", "describe", "sorted.parquet")
+    assert re.search(
+        r"the rows are not in random order: those with the same value of `user` are 1[56]\.\d times as often", done.out
+    )
+    assert "shuffle the rows, or set `shuffle_rows` of the recipe's log to their number" in done.out
+    assert '"clustered": [{"name": "`user`"' in rowstead("data", "describe", "sorted.parquet", "--json").out
+    assert "random order" not in rowstead("data", "describe", "random.parquet").out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from rowstead.data.movielens import SCHEMA, convert
 from rowstead.data.movielens_archive import year_of
+from rowstead.data.order_test import OrderSample
 from rowstead.spec.errors import DataError
 
 GENRES = ("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy")
@@ -66,7 +68,15 @@ def rows_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 def converted(tmp_path: Path, files: Mapping[str, bytes], **options: Any) -> list[dict[str, Any]]:
     convert(zipped(tmp_path / "ml.zip", files), tmp_path / "out", **{"eval_fraction": 0, **options})
-    return rows_of(tmp_path / "out")
+    return in_file_order(rows_of(tmp_path / "out"), files)
+
+
+def in_file_order(rows: list[dict[str, Any]], files: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """The rows, which are shuffled, in the order of the archive's ratings."""
+    lines = next(text for name, text in files.items() if "ratings" in name or name.endswith("u.data")).decode().splitlines()
+    fields = [re.split(r"::|\t|,", line) for line in lines]
+    order = [(user, item, time.strip()) for user, item, _, time in fields]
+    return sorted(rows, key=lambda row: order.index((str(row["user"]), str(row["item"]), str(row["timestamp"]))))
 
 
 def test_ml_1m(tmp_path: Path) -> None:
@@ -114,7 +124,7 @@ def test_an_unpacked_folder_is_read_like_its_zip(tmp_path: Path, depth: int) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     convert(tmp_path / "in", tmp_path / "folder", eval_fraction=0)
-    assert rows_of(tmp_path / "folder") == converted(tmp_path, ML_1M)
+    assert in_file_order(rows_of(tmp_path / "folder"), ML_1M) == converted(tmp_path, ML_1M)
 
 
 def many_ratings(num: int) -> dict[str, bytes]:
@@ -244,3 +254,18 @@ def test_member_names_are_never_used_as_paths(tmp_path: Path) -> None:
 )
 def test_year_of_a_title(title: str, year: int | None) -> None:
     assert year_of(title) == year
+
+
+def test_rows_are_written_in_random_order(tmp_path: Path) -> None:
+    users = "".join(f"{u}::F::1::10::48067\n" for u in range(1, 101)).encode()
+    ratings = "".join(f"{1 + i // 60}::{(1, 2, 3952)[i % 3]}::{1 + i % 5}::{978300760 + i}\n" for i in range(6000)).encode()
+    files = {**ML_1M, "ml-1m/users.dat": users, "ml-1m/ratings.dat": ratings}
+    convert(zipped(tmp_path / "ml.zip", files), tmp_path / "a")
+    for split in ("train", "eval"):
+        rows = rows_of(tmp_path / "a", split)
+        assert len({(row["user"], row["timestamp"]) for row in rows}) == len(rows)
+    sample = OrderSample(["user"])
+    sample.add([np.array([row["user"] for row in rows_of(tmp_path / "a")])])
+    assert sample.find_clustered() == []
+    convert(tmp_path / "ml.zip", tmp_path / "b", chunk_bytes=1000)
+    assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a"), "the same order however the file is read"

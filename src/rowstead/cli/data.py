@@ -26,6 +26,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing f
 OnBadRow = Annotated[
     str, typer.Option("--on-bad-row", metavar="error|skip", help="Stop at a malformed line, or skip and count it.")
 ]
+DESCRIBE_REMEDY = "shuffle the rows, or set `shuffle_rows` of the recipe's log to their number"
 SplitBy = Annotated[
     str, typer.Option("--split", metavar="time|hash", help="Evaluation split: the latest examples, or chosen by hash.")
 ]
@@ -138,6 +139,7 @@ def describe(
 ) -> None:
     """Show statistics of a log: distinct ids, ids per example, skew, collisions."""
     from rowstead.data.describe import describe as describe_blocks
+    from rowstead.data.order_test import order_warning
     from rowstead.report.describe import headline, page, tables
     from rowstead.spec.parse import to_plain
 
@@ -151,6 +153,8 @@ def describe(
         console.print(headline(statistics))
         for table in tables(statistics):
             print_wide(console, build_table(table.headings, table.rows, title=table.title, numbers=table.headings[1:]))
+        if statistics.clustered:
+            console.print(order_warning(statistics.clustered, DESCRIBE_REMEDY), soft_wrap=True)
         if left_out:
             print_wide(console, build_table(("column", "why"), left_out.items(), title="Left out"))
     if picture is not None:

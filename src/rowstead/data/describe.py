@@ -15,6 +15,7 @@ from rowstead.data.block import RawBlock
 from rowstead.data.column_values import id_type, is_list, is_quantity, is_text, is_time
 from rowstead.data.count_ids import Budget, IdCounter, top_shares
 from rowstead.data.hashing import hash_to_rows, mix_ids
+from rowstead.data.order_test import LABEL, OrderSample, block_columns
 from rowstead.data.transforms import accumulate_moments
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, Hash, SparseFeatureSpec
@@ -49,11 +50,13 @@ def describe(
     budget = Budget(memory_bytes, len(sparse_specs))
     sparse = [_SparseCounts(budget) for _ in sparse_specs]
     dense = _DenseCounts(len(dense_specs))
+    order = OrderSample([LABEL, *(f"`{spec.name}`" for spec in sparse_specs)])
     num_read, label_sum, num_labels, num_missing = 0, 0.0, 0, 0
     for block in blocks:
         for one, ids, offsets in zip(sparse, block.ids, block.offsets, strict=True):
             one.add(ids, offsets)
         dense.add(block.dense, num_read)
+        order.add(block_columns(block))
         if block.labels is not None:
             present = ~np.isnan(block.labels)
             label_sum += float(block.labels.sum(where=present, dtype=np.float64))
@@ -74,6 +77,7 @@ def describe(
             one.result(spec.name, num_read, num_rows or spec.num_rows or shared[str(spec.table)], spec.hash)
             for one, spec in zip(sparse, sparse_specs, strict=True)
         ),
+        clustered=tuple(order.find_clustered()),
     )
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rowstead.data.shuffle import RowShuffler
 from rowstead.spec.errors import DataError
 
 Progress = Callable[[int, int], None]
@@ -74,7 +75,9 @@ class SplitWriter:
         overwrite: bool = False,
         compression: str = "zstd",
         dictionary_columns: Sequence[str] | bool = True,
+        shuffle_seed: int | None = None,
     ) -> None:
+        """With `shuffle_seed` the rows of each split are written in random order."""
         for name, value in (("rows_per_file", rows_per_file), ("rows_per_group", rows_per_group)):
             if value < 1:
                 raise DataError(f"{name} must be at least 1, got {value}")
@@ -95,11 +98,19 @@ class SplitWriter:
             split: _SplitFile(self.folder / split, options, rows_per_file, min(rows_per_group, rows_per_file))
             for split in SPLITS
         }
+        self._shufflers = {
+            split: RowShuffler(self.folder / split, schema, shuffle_seed) for split in SPLITS if shuffle_seed is not None
+        }
+        self._num_rows = dict.fromkeys(SPLITS, 0)
 
     def write(self, split: str, rows: pa.Table) -> None:
         """Append rows to a split; they may be buffered until a row group is full."""
+        self._num_rows[split] += rows.num_rows
         with disk_errors(self.folder):
-            self._splits[split].append(rows)
+            if split in self._shufflers:
+                self._shufflers[split].add(rows)
+            else:
+                self._splits[split].append(rows)
 
     def write_by_mask(self, rows: pa.Table, held_out: NDArray[np.bool_]) -> None:
         """Append the rows that are `held_out` to the evaluation split and the others to the training split."""
@@ -123,6 +134,9 @@ class SplitWriter:
     def _finish(self) -> None:
         """Write the buffered rows and give all files their final names, replacing earlier files."""
         with disk_errors(self.folder):
+            for name, shuffler in self._shufflers.items():
+                for rows in shuffler.shuffled():
+                    self._splits[name].append(rows)
             for split in self._splits.values():
                 split.finish()
             made = {path for split in self._splits.values() for path in split.paths}
@@ -134,18 +148,20 @@ class SplitWriter:
 
     def _discard(self) -> None:
         """Remove everything that was written; earlier files in the folder are unchanged."""
+        for shuffler in self._shufflers.values():
+            shuffler.discard()
         for split in self._splits.values():
             split.discard()
 
     def num_rows(self) -> dict[str, int]:
         """Rows of each split so far; the test split only if there is one."""
-        return {name: split.num_rows for name, split in self._splits.items() if split.num_rows or name != "test"}
+        return {name: num_rows for name, num_rows in self._num_rows.items() if num_rows or name != "test"}
 
     def check_not_empty(self, eval_wanted: bool) -> None:
         """Raise a DataError if a wanted split has no rows."""
-        if not self._splits["train"].num_rows:
+        if not self._num_rows["train"]:
             raise DataError("the training split has no rows; nothing was written")
-        if eval_wanted and not self._splits["eval"].num_rows:
+        if eval_wanted and not self._num_rows["eval"]:
             raise DataError("the evaluation split has no rows; nothing was written. Increase --eval-fraction")
 
     def summary(
@@ -171,7 +187,7 @@ class _SplitFile:
         self._start, self._options = start, options
         self._rows_per_file, self._rows_per_group = rows_per_file, rows_per_group
         self._buffered: list[pa.Table] = []
-        self._num_buffered = self._num_in_file = self.num_rows = 0
+        self._num_buffered = self._num_in_file = 0
         self._file: pq.ParquetWriter | None = None
         self.paths: list[Path] = []
         """The final names; until the end `.tmp` follows."""
@@ -179,7 +195,6 @@ class _SplitFile:
     def append(self, table: pa.Table) -> None:
         self._buffered.append(table)
         self._num_buffered += table.num_rows
-        self.num_rows += table.num_rows
         while self._num_buffered >= (full := min(self._rows_per_group, self._rows_per_file - self._num_in_file)):
             self._flush(full)
 

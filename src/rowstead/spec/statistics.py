@@ -65,6 +65,17 @@ class SparseStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusteredColumn:
+    """A column whose equal values stand together, such as that by which a log is sorted."""
+
+    name: str
+    clustering: float
+    """0: as in random order; 1: sorted."""
+    likelier: float
+    """How many times as often as in random order two rows with the same value are in the same sixteenth of the log."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogStatistics:
     """A log, or the rows of it that were read."""
 
@@ -77,6 +88,8 @@ class LogStatistics:
     """Size of the sample for quantiles of dense features."""
     dense: tuple[DenseStatistics, ...] = ()
     sparse: tuple[SparseStatistics, ...] = ()
+    clustered: tuple[ClusteredColumn, ...] = ()
+    """The label and sparse features whose rows are not in random order, the most clustered first; see `data/order_test.py`."""
 
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)

@@ -27,10 +27,10 @@ from rowstead.spec.heads import HEADS
 from rowstead.spec.phases import Phase
 from rowstead.spec.run import RunSpec
 from rowstead.training import checkpoint
-from rowstead.training.advice import scale_warning
 from rowstead.training.checkpoint_increment import CheckpointChanges, Increment
 from rowstead.training.checkpoint_writer import CheckpointWriter
 from rowstead.training.evaluate import evaluate
+from rowstead.training.input_check import InputCheck
 from rowstead.training.metrics import Quality
 from rowstead.training.prefetch import move_batches, read_epochs, time_waiting
 from rowstead.training.profile import Profiler
@@ -121,6 +121,8 @@ class Loop:
         self._pending: deque[_PendingLoss] = deque()
         self._throughput = Throughput()
         self._mean_ids = MeanIds()
+        step, num_rows = self.position.step, sources.train.num_samples
+        self._input_check = InputCheck(spec, num_rows=num_rows, first_step=step, on_message=reporter.on_message)
         self._reader_cost = Cost()
         """Processor time per sample of the thread that reads batches."""
         self._saved_step = self.position.step if position and is_saved else -1
@@ -197,10 +199,7 @@ class Loop:
             for batch, device_batch, (epoch, cursor) in self.stepper.prefetch(on_device):
                 position.epoch = epoch
                 where = f"epoch {position.epoch}, after {position.num_samples} examples, reader at {cursor}"
-                if position.step == 0:
-                    names = [feature.name for feature in self.spec.features.expanded_dense()]
-                    if (warning := scale_warning(device_batch.dense, names)) is not None:
-                        self.reporter.on_message(warning)
+                self._input_check.add(position.step, batch, device_batch)
                 with _name_location(where):
                     if self._changes.marks_rows:
                         self._changes.mark(batch.sparse)
