@@ -23,6 +23,7 @@ from rowstead.data.pack import INDEX, fill_cache, open_pack, pack_log
 from rowstead.data.packed_files import PackedColumns, PackedReader, PackedRows, PackedWriter
 from rowstead.data.packed_gather import GatheredBatch, gather
 from rowstead.data.packed_source import empty_bytes
+from rowstead.data.parquet import ParquetLog
 from rowstead.data.source import Source
 from rowstead.data.synth import write_parquet
 from rowstead.kernels.check import check_sparse
@@ -33,7 +34,7 @@ from rowstead.spec.errors import DataError
 from rowstead.spec.parse import parse
 from rowstead.spec.run import RunSpec
 from tests.data.source_contract import NUM_SAMPLES, SourceContract, assert_same
-from tests.small_runs import RecordingCallback, parquet_spec, small_plain, small_spec, tensors_in
+from tests.small_runs import RecordingCallback, parquet_spec, small_plain, small_spec, tensors_in, written_log
 
 LOG = SynthSpec(
     num_train_samples=NUM_SAMPLES, num_eval_samples=50, num_dense=4, num_sparse=3, num_ids=50, lengths="poisson", mean_ids=1.5
@@ -417,3 +418,20 @@ def test_training_from_a_cache_ends_at_the_same_weights(tmp_path: Path) -> None:
     ours, theirs = tensors_in(tmp_path / "cached"), tensors_in(tmp_path / "plain")
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_pack_does_not_depend_on_the_order_in_which_threads_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = parquet_spec(written_log(tmp_path / "log"))
+    names = [f["name"] for f in open_to_pack(spec).facts()["files"]["train"]]
+    assert len(names) > 1
+    inspect = ParquetLog._inspect
+
+    def backwards(log: ParquetLog) -> Any:
+        for number in reversed(range(len(log.files))):
+            log._inspect_file(number)
+        return inspect(log)
+
+    monkeypatch.setattr(ParquetLog, "_inspect", backwards)
+    assert [f["name"] for f in open_to_pack(spec).facts()["files"]["train"]] == names == sorted(names)

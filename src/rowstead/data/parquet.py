@@ -65,7 +65,8 @@ class ParquetLog(FileLog):
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
-        return self._footers.fingerprints
+        found = self._footers.fingerprints  # in the order in which threads opened the files
+        return {file.path: found[file.path] for file in self.files if file.path in found}
 
     def _streams(self, spans: Sequence[Span], check: bool) -> tuple[Streams, Callable[[], None]]:
         # With fewer row groups than threads, the columns of a group are decoded in parallel instead.
