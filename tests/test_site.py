@@ -22,6 +22,9 @@ def test_the_site_builds_and_its_links_lead_to_files(tmp_path: Path) -> None:
     assert len(pages) > 30
     for page in (page for page in pages if page.name not in ("404.html", "paper.html")):
         content = page.read_text(encoding="utf-8")
+        assert not re.findall(r'(?:src|<link rel="stylesheet" href)="https?://', content), (
+            "the site loads files from other machines"
+        )
         for target in re.findall(r'(?:href|src)="([^"#]+)', content):
             if not re.match(r"[a-z]+:", target):
                 assert (page.parent / target).resolve().exists(), f"{page.relative_to(tmp_path)} links to {target}"
