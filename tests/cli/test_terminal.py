@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import os
 import pty
@@ -18,7 +19,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from rowstead import run
+from rowstead import __version__, run
 from rowstead.training.compile import COMPILING
 from rowstead.training.progress import Progress
 from rowstead.training.progress_bar import ProgressBar, progress_callback
@@ -201,3 +202,9 @@ def test_on_a_terminal_a_progress_bar_appears(tmp_path: Path) -> None:
     assert re.search(r"samples/s.*loss.*NE.*waiting for data", text)
     assert "ETA" in text
     assert "step 50: NE" in text
+
+
+def test_the_version_is_that_of_the_package(rowstead: Command) -> None:
+    done = rowstead("--version")
+    assert (done.code, done.out) == (0, f"rowstead {__version__}\n")
+    assert importlib.metadata.version("rowstead") == __version__

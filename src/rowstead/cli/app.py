@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from rowstead import __version__
 from rowstead.cli import data, init, plan, report, runs, study
 from rowstead.cli import fleet as fleet_commands
 from rowstead.cli.options import RUNS, Root, Set, print_shipped
@@ -42,7 +42,7 @@ app.command()(report.ui)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"rowstead {version('rowstead')}")
+        typer.echo(f"rowstead {__version__}")
         raise typer.Exit
 
 
