@@ -27,6 +27,9 @@ NE_WITHIN = 0.003
 """Relative tolerance of NE beside an undisturbed fleet, as docs/reliability.md states it for one role."""
 NE_PER_LOST_SHARE = 0.2
 """What losing all updates of rows could cost on top, as a share of NE; a share of them costs that share of it."""
+MAX_LOST_DENSE_SHARE = 0.1
+"""Where more of the steps of dense parameters were lost, rows and dense parameters do not fit together, and NE may be anything."""
+LOST_DENSE = "of dense parameters were lost"
 STOPPED = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 DISK_WORDS = re.compile(r"disk full|disk is full|No space left|File too large|cannot (write|save|use)", re.IGNORECASE)
 GIVES_UP = "giving up after 4 starts"
@@ -170,6 +173,11 @@ def check_fleet(result: Result, reference: Reference) -> list[Finding]:
     if num_restarts > num_deaths and not part.disk_was_full:
         findings.append(Finding("wrong end", f"{num_restarts} restarts, but {num_deaths} processes were killed: {part.killed}"))
     lost_share = figures["num_lost_updates"] / len(servers) / num_steps
+    lost_dense_share = figures.get("num_lost_dense_steps", 0) / num_steps
+    if lost_dense_share and LOST_DENSE not in part.printed.replace("\n", " "):
+        findings.append(Finding("unexplained loss", "steps of dense parameters were lost without a word"))
+    if lost_dense_share > MAX_LOST_DENSE_SHARE:
+        return findings
     return findings + check_ne(figures["ne_expected"], reference.ne, lost_share)
 
 

@@ -38,6 +38,7 @@ from benchmarks.fault_schedules import (
     draw_schedule,
     roles_of,
 )
+from rowstead.fleet.work_counts import describe_lost_dense_steps
 from rowstead.run import train
 from tests.small_runs import small_spec, wait_until
 
@@ -213,13 +214,14 @@ def test_a_loss_that_a_fleets_record_does_not_count_is_noticed(tmp_path: Path) -
     (out / "roles").mkdir(parents=True)
     figures = {"num_steps": 100, "num_samples": 6400, "num_lost_updates": 4, "num_batches_repeated": 0, "num_restarts": 1}
 
-    def findings(*updates: int, **changed: float) -> list[str]:
+    def findings(*updates: int, said: str = "", **changed: float) -> list[str]:
         (out / "record.json").write_text(json.dumps({"figures": {**figures, "ne_expected": 0.88, **changed}}))
         for number, count in enumerate(updates):
             torn = '{"num_updates": 9'  # by a kill
             (out / "roles" / f"sparse-{number}.jsonl").write_text(f'{{"num_updates": 7}}\n{{"num_updates": {count}}}\n{torn}')
         result = result_of(out, tmp_path, "fleet", fleet="trainers=1,sparse=2,dense=0,readers=1")
         result.parts[0].killed.add(("sparse-1", 4711))
+        result.parts[0].log.write_text(said)
         return [finding.category for finding in check(result, Reference(weights={}, ne=0.88))]
 
     assert findings(100, 96) == []
@@ -228,6 +230,10 @@ def test_a_loss_that_a_fleets_record_does_not_count_is_noticed(tmp_path: Path) -
     assert findings(100, 96, num_steps=99) == ["unexplained loss"]
     assert findings(100, 96, ne_expected=0.9) == ["unexplained loss"]
     assert findings(100, 96, num_restarts=2) == ["wrong end"], "somebody was restarted who was not killed"
+    lost_dense = {"num_lost_dense_steps": 11, "said": describe_lost_dense_steps(11)}
+    assert findings(100, 96, ne_expected=1.5, **lost_dense) == []
+    assert findings(100, 96, num_lost_dense_steps=11) == ["unexplained loss"], "nothing is said of them"
+    assert findings(100, 96, ne_expected=1.5, **lost_dense | {"num_lost_dense_steps": 9}) == ["unexplained loss"]
 
 
 # Links

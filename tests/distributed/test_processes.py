@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -182,6 +184,31 @@ def test_ctrl_c_saves_once_and_leaves_no_process_behind(tmp_path: Path) -> None:
     assert "Traceback" not in said
     step = steps_saved(out)
     assert f"Stopped after step {step:,}" in said
+
+
+def catches_sigint(process: psutil.Process) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"SigCgt:\s*(\w+)", status)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_the_processes_are_starting_prints_no_traceback(tmp_path: Path) -> None:
+    started = command(recipe(tmp_path), "--processes", 2, "--out", tmp_path / "stopped")
+    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_until(lambda: bool(children(process)), what="a process that starts")
+        ranks = children(process)
+        while process.poll() is None and not any(map(catches_sigint, ranks)):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)  # Python has its handler, and rowstead not yet its own
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED, said
+    assert "Traceback" not in said
+    assert "KeyboardInterrupt" not in said
 
 
 @pytest.mark.slow

@@ -31,6 +31,19 @@ def some_spec(name: str = "quick") -> RunSpec:
     )
 
 
+def test_what_a_killed_process_left_half_deleted_is_removed_before_the_next_one_trains(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "quick")
+    left = [
+        run.path / folder / name for folder in ("checkpoints", "best") for name in (".tmp-drop-step-000000125", ".tmp-save-7-9")
+    ]
+    for path in (*left, run.path / "checkpoints" / "step-000000200"):
+        path.mkdir(parents=True)
+        (path / "shard").write_bytes(b"rows")
+    with run.lock():
+        assert not any(path.exists() for path in left)
+        assert (run.path / "checkpoints" / "step-000000200" / "shard").exists()
+
+
 def run_in(root: Path, name: str = "quick", written_s: float | None = None) -> RunFolder:
     run = RunFolder.create(root, name)
     run.write_spec(some_spec())

@@ -62,7 +62,7 @@ def decide_restart(exit_codes: Sequence[int | None], *, restarts_left: int) -> J
 def launch(arguments: Sequence[str], num_processes: int, *, on_message: Callable[[str], None]) -> int:
     """Run `python -m rowstead` with these arguments in `num_processes` processes until all have exited; return the exit code.
 
-    The first Ctrl-C, SIGTERM or SIGHUP is forwarded, and the processes save and stop; the second kills them.
+    At the first Ctrl-C, SIGTERM or SIGHUP the processes save and stop; the second kills them.
     """
     needed, free = num_processes * PROCESS_BYTES, free_host_bytes()
     if needed > free:
@@ -160,7 +160,8 @@ class _Processes:
                 return
         self._num_stop_requests += 1
         self.stopped_by = self.stopped_by or number
-        self._send(number if self._num_stop_requests == 1 else signal.SIGKILL)
+        # Not SIGINT: a process that is still starting would print a traceback.
+        self._send(signal.SIGTERM if self._num_stop_requests == 1 else signal.SIGKILL)
 
 
 def process_environment(

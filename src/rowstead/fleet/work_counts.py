@@ -107,6 +107,14 @@ class WorkCounts:
         return self._supervisor.call(handle, "status", deadline_s=STATUS_TIMEOUT_S).facts
 
 
+def describe_lost_dense_steps(num_lost: int) -> str:
+    """Tell the user about lost steps of dense parameters."""
+    return (
+        f"{num_lost:,} {'step' if num_lost == 1 else 'steps'} of dense parameters were lost when trainers were restarted: they had not been saved yet. "
+        "With a dense server (`dense=1` in `--fleet`) other processes keep them"
+    )
+
+
 def describe_lost_updates(num_lost: int) -> str:
     """Tell the user about lost updates of rows."""
     return (

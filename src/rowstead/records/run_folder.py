@@ -155,7 +155,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder for training, or raise an error if another process holds the lock. It ends with its process."""
+        """Lock the folder for training, or raise an error if another process holds the lock. It ends with its process.
+
+        What a killed process has left half written or half deleted among the checkpoints is removed.
+        """
         file = self.path / ".lock"
         with _folder_errors(file):
             descriptor = open_plain(file, os.O_RDWR | os.O_CREAT)
@@ -170,6 +173,8 @@ class RunFolder:
                 ) from None
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())  # for the message above
+            for leftover in (*self.path.glob("checkpoints/.tmp-*"), *self.path.glob(f"{BEST}/.tmp-*")):
+                shutil.rmtree(leftover, ignore_errors=True)
             yield
         finally:
             os.close(descriptor)
