@@ -13,7 +13,7 @@ from rowstead.fleet.fleet_figures import FleetFigures
 from rowstead.fleet.reader_server import ReaderPlan
 from rowstead.fleet.rpc_client import ServerUnavailable
 from rowstead.fleet.wire import Message
-from rowstead.fleet.work_counts import WorkCounts
+from rowstead.fleet.work_counts import WorkCounts, describe_losses
 from rowstead.training.progress import Position
 from tests.small_runs import small_spec
 
@@ -117,6 +117,13 @@ def test_updates_that_a_server_no_longer_knows_of_are_counted_from_its_usage_sam
     statuses = build_counts(supervisor, Position()).read_final_statuses(figures.num_updates_sent)
     assert statuses["sparse-0"]["num_lost_updates"] == 43
     assert figures.for_record(statuses, 0.0)["num_lost_updates"] == 5 + 43, "with those before a resume"
+
+
+def test_all_that_was_lost_is_told_and_nothing_else() -> None:
+    assert describe_losses({"num_steps": 100, "num_lost_updates": 0.0, "num_lost_dense_steps": 0.0}) == []
+    rows, dense = describe_losses({"num_lost_updates": 480.0, "num_lost_dense_steps": 1.0})
+    assert rows.startswith("480 updates of rows were lost")
+    assert dense.startswith("1 step of dense parameters were lost")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from rowstead.fleet.reader_server import plan_readers
 from rowstead.fleet.roster import ROLES_FOLDER, ROSTER_FILE, SOCKETS, create_roles_folder
 from rowstead.fleet.sparse_server import SNAPSHOTS_FOLDER
 from rowstead.fleet.supervisor import RoleError, RoleHandle, Supervisor
-from rowstead.fleet.work_counts import WorkCounts, describe_lost_dense_steps, describe_lost_updates
+from rowstead.fleet.work_counts import WorkCounts, describe_losses
 from rowstead.records.limits import require_open_files
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
 from rowstead.records.usage import UsageSampler, usable_cores
@@ -234,10 +234,8 @@ class Coordinator:
             folder.write_record(record)
             for text in closing_advice(spec.train, self._position.step, outcome.quality):
                 callback.on_message(text)
-        if num_lost := self._position.num_lost_updates if record is None else record.figures.get("num_lost_updates", 0):
-            callback.on_message(describe_lost_updates(int(num_lost)))
-        if record is not None and (num_lost := record.figures.get("num_lost_dense_steps", 0)):
-            callback.on_message(describe_lost_dense_steps(int(num_lost)))
+        for text in describe_losses(record.figures if record else {"num_lost_updates": self._position.num_lost_updates}):
+            callback.on_message(text)
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
 
     def _build_launcher(self, cores: int) -> ForkServer | ManualLauncher | RayRoles:

@@ -107,10 +107,16 @@ class WorkCounts:
         return self._supervisor.call(handle, "status", deadline_s=STATUS_TIMEOUT_S).facts
 
 
+def describe_losses(figures: Mapping[str, float]) -> list[str]:
+    """Tell the user about everything that was lost, by the figures of a record."""
+    counts = {describe: int(figures.get(name, 0)) for name, describe in _LOSSES.items()}
+    return [describe(count) for describe, count in counts.items() if count]
+
+
 def describe_lost_dense_steps(num_lost: int) -> str:
     """Tell the user about lost steps of dense parameters."""
     return (
-        f"{num_lost:,} {'step' if num_lost == 1 else 'steps'} of dense parameters were lost when trainers were restarted: they had not been saved yet. "
+        f"{num_lost:,} {'step' if num_lost == 1 else 'steps'} of dense parameters were lost when trainers were restarted: not yet saved then. "
         "With a dense server (`dense=1` in `--fleet`) other processes keep them"
     )
 
@@ -121,3 +127,6 @@ def describe_lost_updates(num_lost: int) -> str:
         f"{num_lost:,} {'update' if num_lost == 1 else 'updates'} of rows were lost when sparse servers were restarted: their last snapshots did not "
         "have them. A shorter `fleet.snapshot_every_s` loses less"
     )
+
+
+_LOSSES = {"num_lost_updates": describe_lost_updates, "num_lost_dense_steps": describe_lost_dense_steps}
