@@ -22,7 +22,7 @@ from rich.console import Console
 from rowstead import __version__, run
 from rowstead.training.compile import COMPILING
 from rowstead.training.progress import Progress
-from rowstead.training.progress_bar import ProgressBar, progress_callback
+from rowstead.training.progress_bar import ProgressBar, Throttle, progress_callback
 from tests.cli.commands import Command, assert_refused, recipe
 from tests.small_runs import small_plain
 
@@ -129,6 +129,24 @@ def test_the_bar_says_that_a_run_starts_until_there_is_a_step() -> None:
     assert "training" in after
     assert "3/3" in after
     assert "ETA" in after
+
+
+@pytest.mark.parametrize("width", [60, 89, 90, 144, 145, 200])
+def test_the_bar_fits_a_terminal_of_any_width(width: int) -> None:
+    console = Console(force_terminal=True, width=width, record=True, file=io.StringIO())
+    shown = {"step": 1_200_000, "total_steps": 1_221_000, "num_samples": 9, "samples_per_s": 35_609.0, "waiting_share": 1.0}
+    with progress_callback(console) as callback:
+        assert isinstance(callback, ProgressBar)
+        callback._throttle = Throttle(0.0)
+        callback.on_step(Progress(loss=0.4266, ne=0.7612, **shown))  # type: ignore[arg-type]
+        console.export_text(clear=True)
+        console.print(callback._bar.get_renderable())
+        text = console.export_text()
+    assert "…" not in text
+    for part in ("training ━", "1200000/1221000", "NE 0.7612", "ETA "):
+        assert part in text
+    assert ("samples/s" in text) == (width >= 90)
+    assert ("waiting for data 100%" in text) == (width >= 145)
 
 
 ODD = "a:x:[red]b"

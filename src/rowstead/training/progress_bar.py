@@ -23,6 +23,10 @@ from rowstead.training.progress import Progress as TrainProgress
 LOGGER = logging.getLogger("rowstead")
 
 PLAIN_EVERY_S = 5.0
+FULL_WIDTH, HALF_WIDTH = 145, 90
+"""Columns of a terminal from which on the bar has all figures beside it, or two of them."""
+BAR_WIDTHS = ((FULL_WIDTH, 40), (HALF_WIDTH, 20), (0, 8))
+"""Columns of a terminal, and of the bar in one that has at least so many."""
 BAR_EVERY_S = 0.1
 
 
@@ -32,7 +36,14 @@ def progress_callback(console: Console) -> Iterator[Callback]:
     if not (console.is_terminal or console.is_jupyter):
         yield PlainProgress(console)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), _Steps(), TextColumn("{task.fields[figures]}"), _TimeLeft())
+    bar_width = next(width for least, width in BAR_WIDTHS if console.width >= least)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width),
+        _Steps(),
+        TextColumn("{task.fields[figures]}"),
+        _TimeLeft(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         yield ProgressBar(bar)
 
@@ -83,6 +94,14 @@ def figures_of(progress: TrainProgress) -> str:
         f"{progress.samples_per_s:,.0f} samples/s · loss {progress.loss:.4f}{ne} · "
         f"waiting for data {progress.waiting_share:.0%}"
     )
+
+
+def brief_figures_of(progress: TrainProgress, width: int) -> str:
+    """As many figures as fit beside a bar in a terminal of so many columns."""
+    if width >= FULL_WIDTH:
+        return figures_of(progress)
+    quality = f"NE {progress.ne:.4f}" if progress.ne is not None else f"loss {progress.loss:.4f}"
+    return quality if width < HALF_WIDTH else f"{quality} · {progress.samples_per_s:,.0f} samples/s"
 
 
 def quality_line(quality: Quality) -> str:
@@ -148,7 +167,8 @@ class ProgressBar(ConsoleLines):
 
     def on_step(self, progress: TrainProgress) -> None:
         if self._throttle.is_due() or progress.step == progress.total_steps:
-            facts: dict[str, Any] = {"total": progress.total_steps, "completed": progress.step, "figures": figures_of(progress)}
+            figures = brief_figures_of(progress, self._bar.console.width)
+            facts: dict[str, Any] = {"total": progress.total_steps, "completed": progress.step, "figures": figures}
             self._bar.update(self._task, description="training", **facts)
 
 
