@@ -35,3 +35,15 @@ def test_navigation_follows_the_sections_of_the_index() -> None:
         "# x\n\n- [Not one](no.md)\n\n## A\n\n- [One](one.md): first\n- [Two](../TWO.md)\n- [Page](page.html)\n\n## B\n\ntext\n"
     )
     assert site_hooks.read_navigation(index) == [{"Overview": "index.md"}, {"A": [{"One": "one.md"}, {"Two": "TWO.md"}]}]
+
+
+def test_every_page_is_in_the_index_or_in_the_list_of_decisions() -> None:
+    docs = ROOT / "docs"
+    first, *sections = site_hooks.read_navigation((docs / "index.md").read_text(encoding="utf-8"))
+    items = [item for section in sections for items in section.values() for item in items]
+    listed = {"index.md"} | {page for item in items for page in item.values()}
+    assert first == {"Overview": "index.md"}
+    decisions = (docs / "decisions" / "README.md").read_text(encoding="utf-8")
+    missing = {page.name for page in docs.glob("*.md")} - listed
+    missing |= {page.name for page in (docs / "decisions").glob("0*.md") if f"({page.name})" not in decisions}
+    assert missing == set(), "list each in docs/index.md under what a reader wants, or in docs/decisions/README.md"
