@@ -12,7 +12,7 @@ import rowstead
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Train": ("train", "resume", "first_recipe", "Result"),
-    "Use a model": ("load", "evaluate", "predict", "DLRM", "nearest"),
+    "Use a model": ("load", "evaluate", "importance", "Importances", "predict", "DLRM", "nearest"),
     "Follow a run": ("Callback", "Progress", "Quality", "Record"),
     "Recipes": ("load_recipe", "RunSpec"),
     "Serve": ("export", "load_exported", "Exported"),

@@ -26,6 +26,8 @@ _MODULES = {
     "resume": "rowstead.run",
     "load": "rowstead.training.trained",
     "evaluate": "rowstead.training.trained",
+    "importance": "rowstead.training.importance",
+    "Importances": "rowstead.training.importance",
     "Result": "rowstead.run",
     "first_recipe": "rowstead.data.first_recipe",
     "Callback": "rowstead.training.progress",

@@ -96,6 +96,14 @@ def test_evaluate_scores_the_run_or_other_files(rowstead: Command, runs: Path, l
     assert_refused(missing, "nowhere.parquet")
 
 
+def test_evaluate_shows_what_mattered(rowstead: Command, runs: Path) -> None:
+    done = rowstead("evaluate", "last", "--runs", str(runs), "--importance", "--permutations", "2", "--samples", "100")
+    assert done.code == 0
+    assert "What mattered: NE" in done.out
+    assert "of 100 examples, each feature permuted 2 times" in done.out
+    assert re.search(r"sparse_0 +sparse +[+-]0\.\d{5} +[+-]0\.\d{5} to [+-]0\.\d{5}", done.out)
+
+
 def test_evaluate_needs_labels(rowstead: Command, runs: Path, log: Path) -> None:
     bare = changed(log, lambda table: table.drop_columns(["label"]))
     assert_refused(rowstead("evaluate", "last", "--runs", str(runs), "--data", f"{bare}/eval-*.parquet"), "`label`")

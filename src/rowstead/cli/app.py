@@ -182,6 +182,16 @@ def evaluate(
     top_k: Annotated[
         list[int] | None, typer.Option("--top-k", min=1, max=10_000, metavar="K", help="The k of recall and NDCG. Repeatable.")
     ] = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="Also show how much NE rises when each feature is permuted.")
+    ] = False,
+    permutations: Annotated[
+        int,
+        typer.Option("--permutations", min=2, max=1000, metavar="N", help="With --importance: permutations of each feature."),
+    ] = 5,
+    samples: Annotated[
+        int, typer.Option("--samples", min=100, metavar="N", help="With --importance: examples that are looked at, in memory.")
+    ] = 50_000,
     runs: Root = RUNS,
 ) -> None:
     """Score a run's model on its evaluation split, on another one, or on other files."""
@@ -205,6 +215,15 @@ def evaluate(
     console.print(two_columns(f"on {quality.num_samples:,} examples", quality_rows(quality)))
     if quality.segments is not None:
         print_wide(console, segments_table(quality.segments))
+    if importance:
+        from rowstead.cli.console import print_importance
+        from rowstead.training.importance import importance as importance_of
+
+        with doing(terminal(stderr=True), "predictions") as advance:
+            found = importance_of(
+                run, data=data, split=split, permutations=permutations, max_samples=samples, root=runs, progress=advance
+            )
+        print_importance(console, found)
 
 
 @app.command()

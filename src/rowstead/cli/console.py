@@ -18,6 +18,7 @@ from rich.table import Table
 from rowstead.distributed.stop import exit_code_of
 from rowstead.report.terminal import build_table, count, print_wide, two_columns
 from rowstead.run import Result
+from rowstead.training.importance import Importances
 from rowstead.training.metrics import Quality
 from rowstead.training.progress_bar import PLAIN_EVERY_S, Throttle, quality_line
 from rowstead.training.ranking_metrics import Ranking
@@ -94,6 +95,15 @@ def segments_table(segments: Segments) -> Table:
     return build_table(
         headings, rows, title=f"By {segments.column}, {count(segments.num_values, 'value')}", numbers=headings[1:]
     )
+
+
+def print_importance(console: Console, found: Importances) -> None:
+    """Print what permuting each feature costs."""
+    title = f"What mattered: NE {found.ne:.4f} of {count(found.num_samples, 'example')}, each feature permuted {found.permutations} times"
+    rows = [[one.name, one.kind, f"{one.ne_increase:+.5f}", f"{one.low:+.5f} to {one.high:+.5f}"] for one in found.features]
+    headings = ("feature", "kind", "NE increase", "95 % interval")
+    console.print(title, soft_wrap=True)
+    print_wide(console, build_table(headings, rows, numbers=headings[2:]))
 
 
 def command_name() -> str:

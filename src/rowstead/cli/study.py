@@ -187,7 +187,9 @@ def _print_search(console: Console, found: SearchResult) -> None:
             )
     rows += [(name, words_of(value)) for name, value in best.parameters.items()]
     if found.importance:
-        rows.append(("what mattered", " · ".join(f"{name} {share:.0%}" for name, share in found.importance.items())))
+        spread = {name: f" ({low:.0%} to {high:.0%})" for name, (low, high) in found.importance_spread.items()}
+        shares = [f"{name} {share:.0%}{spread.get(name, '')}" for name, share in found.importance.items()]
+        rows.append(("what mattered", " · ".join(shares)))
     if found.spec.samples_per_s is not None:
         front = [f"{t.objective:.5f} at {shown_speed(t.samples_per_s)}/s" for t in found.pareto]
         rows.append(("Pareto front of NE and speed", "\n".join(front)))

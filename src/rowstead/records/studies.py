@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rowstead.records.files import is_figure
 from rowstead.records.store import StoreEntry
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.yaml_text import read_yaml
@@ -143,6 +144,20 @@ def importance_in(folder: Path) -> dict[str, float]:
     except (OSError, ValueError, RecursionError):
         return {}
     return _numbers(plain)
+
+
+def importance_spread_in(folder: Path) -> dict[str, tuple[float, float]]:
+    """How sure each importance is, as stored at the end of a search; empty if unknown."""
+    try:
+        plain = json.loads((folder / "importance_spread.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    pairs = plain.items() if isinstance(plain, dict) else ()
+    return {
+        name: (float(ends[0]), float(ends[1]))
+        for name, ends in pairs
+        if isinstance(ends, list) and len(ends) == 2 and all(map(is_figure, ends))
+    }
 
 
 def wishes_in(folder: Path) -> dict[str, float]:

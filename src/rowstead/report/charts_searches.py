@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rowstead.records.store import StoreEntry
-from rowstead.records.studies import Effect, Trial, importance_in, pareto_front, quality_effects, trial_history, wishes_in
+from rowstead.records.studies import (
+    Effect,
+    Trial,
+    importance_in,
+    importance_spread_in,
+    pareto_front,
+    quality_effects,
+    trial_history,
+    wishes_in,
+)
 from rowstead.report.theme import (
     Chart,
     TextTable,
@@ -40,7 +49,7 @@ def draw_search(name: str, entries: Sequence[StoreEntry], paths: Sequence[str]) 
     charts = [draw_history(name, trials)]
     shares = read_importance(name, paths)
     if shares:
-        charts.append(draw_importance(name, shares))
+        charts.append(draw_importance(name, shares, read_spread(name, paths)))
     timed = [trial for trial in trials if trial.counts and trial.samples_per_s is not None]
     if len(timed) > 2:
         charts.append(draw_front(name, timed))
@@ -86,6 +95,11 @@ def read_importance(name: str, paths: Sequence[str]) -> dict[str, float]:
     return next((found for folder in _study_folders(name, paths) if (found := importance_in(folder))), {})
 
 
+def read_spread(name: str, paths: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Read how sure the importances are; empty if unknown."""
+    return next((found for folder in _study_folders(name, paths) if (found := importance_spread_in(folder))), {})
+
+
 def read_requirements(name: str, paths: Sequence[str]) -> dict[str, float]:
     """Read the requirements of a study, such as its tolerance; empty if unknown."""
     return next((found for folder in _study_folders(name, paths) if (found := wishes_in(folder))), {})
@@ -99,18 +113,21 @@ def _study_folders(name: str, paths: Sequence[str]) -> list[Path]:
     return [store / "studies" / name for store in stores]
 
 
-def draw_importance(name: str, shares: dict[str, float]) -> Chart:
-    """Bars, most important first."""
+def draw_importance(name: str, shares: dict[str, float], spread: Mapping[str, tuple[float, float]]) -> Chart:
+    """Bars, most important first, with how far resampled trials differ."""
     falling = sorted(shares.items(), key=lambda one: -one[1])
     names, widths = labels(key for key, _ in falling), [share for _, share in falling]
+    ranges = {key: f"{low:.1%} to {high:.1%}" for key, (low, high) in spread.items()}
+    rows = tuple((key, f"{share:.1%}", ranges.get(key, "")) for key, share in falling)
     trace = horizontal_bars("importance", widths, names, 0, hovertemplate="%{y}: %{x:.0%}<extra></extra>")
     return Chart(
         key=f"{name}-importance",
         title="Parameter importance",
-        words="Relative importance of each parameter for NE (PED-ANOVA).",
+        words="Relative importance of each parameter for NE (PED-ANOVA). The table has what 90 % of resamples of the trials say: where the "
+        "ranges of two parameters overlap, the trials do not tell which matters more.",
         traces=[trace],
         **row_per_name(axis("importance", tickformat=".0%", rangemode="tozero"), len(falling)),
-        table=TextTable("Importance", ("parameter", "share"), tuple((key, f"{share:.1%}") for key, share in falling)),
+        table=TextTable("Importance", ("parameter", "share", "90 % of resamples"), rows),
     )
 
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import RunStore, StoreEntry
@@ -51,6 +53,8 @@ KEPT_PERCENT = 66.0
 """A trial that is worse than this share of the others half-way is pruned."""
 STARTUP_TRIALS = 8
 """Random trials before the sampler's model proposes settings, including the initial ones."""
+RESAMPLES = 50
+"""Samples of the trials by which the spread of importances is known."""
 
 
 class Search:
@@ -223,14 +227,11 @@ class Search:
 
     def importance(self) -> dict[str, float]:
         """The importance of each parameter by PED-ANOVA; empty if there are too few trials."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-                found = optuna.importance.get_param_importances(self.study, evaluator=evaluator)
-        except (RuntimeError, ValueError):
-            return {}
-        return {name: float(share) for name, share in found.items() if math.isfinite(share)}
+        return _importance(self.study)
+
+    def importance_spread(self) -> dict[str, tuple[float, float]]:
+        """How sure the importances are, see `resample_importance`."""
+        return resample_importance(self.study, self.spec.seed)
 
     def _pruner(self) -> optuna.pruners.BasePruner:
         """Prunes from the middle of a trial on, so that a slow start, such as a long warm-up, does not count."""
@@ -250,6 +251,35 @@ class Search:
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True, constant_liar=True, constraints_func=floor
         )
+
+
+def resample_importance(study: optuna.Study, seed: int) -> dict[str, tuple[float, float]]:
+    """From the 5 % to the 95 % quantile of the importances of `RESAMPLES` samples of the trials, drawn with replacement.
+
+    Samples without an importance, such as those of too few distinct trials, are left out; empty if fewer than half are left.
+    """
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    random = np.random.default_rng(seed)
+    found: list[dict[str, float]] = []
+    for _ in range(RESAMPLES if len(trials) > 1 else 0):
+        resampled = optuna.create_study(direction=study.direction)
+        resampled.add_trials([trials[i] for i in random.integers(len(trials), size=len(trials))])
+        found += [shares] if (shares := _importance(resampled)) else []
+    if not found or 2 * len(found) < RESAMPLES:
+        return {}
+    drawn = {name: np.quantile([shares.get(name, 0.0) for shares in found], (0.05, 0.95)) for name in found[0]}
+    return {name: (float(low), float(high)) for name, (low, high) in drawn.items()}
+
+
+def _importance(study: optuna.Study) -> dict[str, float]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+            found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    except (RuntimeError, ValueError):
+        return {}
+    return {name: float(share) for name, share in found.items() if math.isfinite(share)}
 
 
 def _missing_speed(trial: optuna.trial.FrozenTrial) -> tuple[float]:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class SearchResult:
     importance: Mapping[str, float]
     recipe: Path | None
     """File of the best settings."""
+    importance_spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What 90 % of resamples of the trials say of each importance; empty where that is unknown."""
 
     @property
     def pareto(self) -> list[Trial]:
@@ -87,16 +89,25 @@ def tune(
             search.run(lambda: callback(search.trials()) if callback is not None else None)
         else:
             _run_workers(search, Path(root), callback)
-        trials, importance = search.trials(), search.importance()
+        trials, importance, spread = search.trials(), search.importance(), search.importance_spread()
         best = best_trial(trials)
         write_atomic(folder / "importance.json", json.dumps(importance, indent=2) + "\n")
+        write_atomic(folder / "importance_spread.json", json.dumps(spread, indent=2) + "\n")
         recipe = None
         if best is not None:
             text = best_recipe(spec, best)
             recipe = out or folder / "best.yaml"
             for path in dict.fromkeys((folder / "best.yaml", recipe)):
                 write_atomic(path, text)
-    return SearchResult(spec=spec, trials=tuple(trials), best=best, before=before, importance=importance, recipe=recipe)
+    return SearchResult(
+        spec=spec,
+        trials=tuple(trials),
+        best=best,
+        before=before,
+        importance=importance,
+        importance_spread=spread,
+        recipe=recipe,
+    )
 
 
 def _check_same(folder: Path, spec: TuneSpec) -> None:
