@@ -23,6 +23,7 @@ import typer
 from docs.api_page import api_page
 from docs.results import headlines, performance_page
 from rowstead.cli.app import app
+from rowstead.spec.encoders import ENCODERS, EncoderSpec
 from rowstead.spec.heads import HEADS, TASK_HEADS, TaskHeadSpec, TaskSpec
 from rowstead.spec.interactions import INTERACTIONS, InteractionSpec
 from rowstead.spec.model import ModelSpec
@@ -46,6 +47,7 @@ NOTE = "<!-- Written by `python -m docs.generate` (`make docs`). Change {source}
 
 REGISTRIES: dict[tuple[type, str], Mapping[str, Any]] = {
     (InteractionSpec, "kind"): INTERACTIONS,
+    (EncoderSpec, "kind"): ENCODERS,
     (TablePlacementSpec, "where"): {name: STORES[name] for name in IN_RECIPES},
     (ModelSpec, "network"): NETWORKS,
     (TrainSpec, "loss"): HEADS,

@@ -67,8 +67,8 @@ def small(name: str) -> RunSpec:
     plain = read_recipe(name)
     largest = max(table.num_rows for table in parse(RunSpec, plain).tables)
     changes = [f"scale={min(1.0, 100 / largest)}", "train.batch_size=8", "train.max_steps=2", "data.statistics_rows=64"]
-    if "synth" in plain["data"]:
-        changes += ["data.synth.num_train_samples=24", "data.synth.num_eval_samples=8"]
+    for log in {"synth", "interests"} & set(plain["data"]):
+        changes += [f"data.{log}.num_train_samples=24", f"data.{log}.num_eval_samples=8"]
     return dataclasses.replace(parse(RunSpec, override(plain, changes)), fleet=None)
 
 

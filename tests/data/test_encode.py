@@ -12,8 +12,11 @@ from rowstead.data.block import RawBlock
 from rowstead.data.encode import Encoder, RawRows
 from rowstead.data.hashing import hash_to_rows
 from rowstead.data.transforms import DenseTransforms
+from rowstead.spec.encoders import EncoderSpec
 from rowstead.spec.errors import DataError
 from rowstead.spec.features import DenseFeatureSpec, FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
+
+HISTORY = {"pooling": "none", "encoder": EncoderSpec(kind="attention")}
 
 
 @st.composite
@@ -27,8 +30,8 @@ def problems(draw):
             name=f"s{i}",
             num_rows=None if shared and i < 2 else draw(st.integers(1, 50)),
             table="both" if shared and i < 2 else None,
-            max_ids=draw(st.one_of(st.none(), st.integers(1, 4))),
             hash=draw(st.sampled_from(["mix", "modulo"])),
+            **draw(st.sampled_from([{}, {"max_ids": 1}, {"max_ids": 4}, {**HISTORY, "max_ids": 1}, {**HISTORY, "max_ids": 4}])),
         )
         for i in range(num_sparse)
     ]
@@ -75,7 +78,8 @@ def test_encode_equals_the_obvious_loop(problem):
     for f, spec in enumerate(specs):
         for i in order:
             block, r = where[i]
-            bag = block.ids[f][block.offsets[f][r] : block.offsets[f][r + 1]][: spec.max_ids]
+            bag = block.ids[f][block.offsets[f][r] : block.offsets[f][r + 1]]
+            bag = bag[-spec.max_ids :] if spec.is_history else bag[: spec.max_ids]
             ids += hash_to_rows(bag, num_rows[f], spec.hash).tolist()
             offsets.append(len(ids))
     assert batch.sparse.ids.tolist() == ids

@@ -33,8 +33,10 @@ from rowstead.spec.parse import override, parse
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import RunSpec
 from rowstead.stores.backing import RamRows
+from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.cached import CachedStore
 from rowstead.stores.device import DeviceStore
+from rowstead.stores.histories import HistoryLayout, HistoryStore
 from rowstead.training.sharded_step import WIRE_DTYPES
 from rowstead.training.step import Stepper
 from tests.small_runs import small_plain
@@ -75,15 +77,15 @@ def trained(settings: Settings, process_group: ProcessGroup) -> dict[str, Tensor
             return CachedStore(local, rule, num_slots=slots, backing=backing, seed=spec.seed, dtype=dtype, device=device)
         return DeviceStore(local, rule, seed=spec.seed, dtype=dtype, device=device)
 
-    store: DeviceStore | CachedStore | ShardedStore
-    if isinstance(process_group, SingleProcess):
-        store = make(layout, optimizer)
-    else:
+    def build(own: Layout) -> EmbeddingStore:
+        if isinstance(process_group, SingleProcess):
+            return make(own, optimizer)
         shards, wire = settings["shards"], WIRE_DTYPES[spec.train.wire]
-        if isinstance(shards, str):
-            shards = {table.name: shards for table in spec.tables}
-        plan = plan_shards(layout, shards, process_group.world_size)
-        store = ShardedStore(plan, optimizer, process_group, make, dtype=dtype, device=device, wire=wire)
+        shards = {table.name: shards if isinstance(shards, str) else shards[table.name] for table in own.tables}
+        plan = plan_shards(own, shards, process_group.world_size)
+        return ShardedStore(plan, optimizer, process_group, make, dtype=dtype, device=device, wire=wire)
+
+    store = HistoryStore(layout, [build(one) for one in HistoryLayout(layout).stores]) if layout.is_history else build(layout)
     torch.manual_seed(1)
     model = DLRM(spec.model, spec.features, store).to(device, dtype)
     stepper = Stepper(model, spec.train, total_steps=10_000, process_group=process_group)

@@ -162,3 +162,45 @@ def test_repeated_features_may_have_a_hash_size_each() -> None:
 def test_hash_sizes_that_cannot_be_are_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         SparseFeatureSpec(name="f{i}", repeat=3, **fields)
+
+
+ITEM = {"name": "item", "table": "items"}
+CLICKED = {"name": "clicked", "table": "items", "pooling": "none", "max_ids": 5, "encoder": {"kind": "din", "target": "item"}}
+TABLES = [{"name": "items", "num_rows": 10}]
+
+
+def test_a_history_shares_its_table_with_its_target() -> None:
+    spec = features(sparse=[ITEM, CLICKED], tables=TABLES)
+    assert spec.has_histories
+    assert [feature.is_history for feature in spec.expanded_sparse()] == [False, True]
+    assert not features(sparse=[ONE]).has_histories
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"encoder": None}, "encoder: `pooling: none` needs an encoder"),
+        ({"max_ids": None}, "max_ids: `pooling: none` needs it"),
+        ({"max_ids": 10**6}, "max_ids: of a history must be at most 100,000"),
+        ({"pooling": "sum"}, "encoder: needs the rows in order"),
+        ({"encoder": {"kind": "din", "target": "itme"}}, "did you mean `item`"),
+        ({"encoder": {"kind": "din", "target": "clicked"}}, "`clicked` is a history itself"),
+    ],
+)
+def test_histories_that_cannot_be_encoded_are_refused(change: dict[str, Any], problem: str) -> None:
+    assert problem in problem_of(sparse=[ITEM, CLICKED | change], tables=TABLES)
+
+
+def test_what_shares_a_table_with_a_history_is_summed() -> None:
+    found = problem_of(sparse=[ITEM | {"pooling": "mean"}, CLICKED], tables=TABLES)
+    assert "sparse[0].pooling: `mean` cannot share a table with the history `clicked`" in found
+
+
+def test_a_history_is_as_wide_as_its_target_and_as_its_heads_allow() -> None:
+    own = {key: value for key, value in CLICKED.items() if key != "table"} | {"num_rows": 9}
+    apart = features(sparse=[ITEM, own | {"width": 3}], tables=TABLES)
+    with pytest.raises(SpecError, match="rows of `item` have width 8 and those of the history 3"):
+        tables_of(apart, width=8)
+    heads = features(sparse=[own | {"encoder": {"kind": "attention", "heads": 3}}])
+    with pytest.raises(SpecError, match="3 heads do not divide 8"):
+        tables_of(heads, width=8)

@@ -96,7 +96,7 @@ def test_a_parquet_log_that_cannot_be_is_refused_by_its_path(parquet: str, path:
 
 
 def test_exactly_one_log_must_be_given() -> None:
-    says = "data: give exactly one of `synth`, `parquet` and `csv`, got "
+    says = "data: give exactly one of `synth`, `interests`, `parquet` and `csv`, got "
     assert problem_of("data.parquet.train=a.parquet") == says + "synth and parquet"
     assert problem_of("data.synth=null") == says + "none"
 

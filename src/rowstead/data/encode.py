@@ -87,6 +87,7 @@ class Encoder:
         self._num_rows = np.array([rows[i] for i in range(len(specs))], np.int64)
         self._hash = np.array([HASH_CODES[s.hash] for s in specs], np.int64)
         self._max_ids = np.array([np.iinfo(np.int64).max if s.max_ids is None else s.max_ids for s in specs], np.int64)
+        self._keeps_last = np.array([s.is_history for s in specs], np.bool_)
 
     def encode(
         self,
@@ -129,7 +130,8 @@ class Encoder:
 
         def gather(part: int) -> int:
             where = (part, num_parts, addresses, block_of, row_of)
-            outside = _gather_part(*where, self._hash, self._num_rows, offsets, ids, raw, columns, widths, targets)
+            rules = (self._hash, self._num_rows, self._keeps_last)
+            outside = _gather_part(*where, *rules, offsets, ids, raw, columns, widths, targets)
             if raw is not values:
                 start, stop = num_samples * part // num_parts, num_samples * (part + 1) // num_parts
                 self.transforms.apply(raw[start:stop], out=values[start:stop])
@@ -228,8 +230,8 @@ def _count_ids(addresses, block_of, row_of, max_ids, offsets):  # type: ignore[n
 
 
 @_kernel
-def _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, first, last):  # type: ignore[no-untyped-def]
-    """Copy the ids of bags `first` to `last` of F * B into ids [nnz] and hash them there; hash_of and num_rows [F].
+def _gather_ids(addresses, block_of, row_of, hash_of, num_rows, keeps_last, offsets, ids, first, last):  # type: ignore[no-untyped-def]
+    """Copy the ids of bags `first` to `last` of F * B into ids [nnz] and hash them there; hash_of, num_rows and keeps_last [F].
 
     Returns -1, or the index in `ids` of an id outside its table, which is left there unhashed.
     """
@@ -242,11 +244,13 @@ def _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, fi
             ahead = b + _AHEAD
             if ahead < num_samples:
                 later = f * num_samples + ahead
-                address = _bag_address(addresses, block_of[ahead], row_of[ahead], f, num_features)
-                for byte in range(0, min(8 * (offsets[later + 1] - offsets[later]), _AHEAD_BYTES), 64):
+                num_ids = offsets[later + 1] - offsets[later]
+                address = _bag_address(addresses, block_of[ahead], row_of[ahead], f, num_features, num_ids, keeps_last[f])
+                for byte in range(0, min(8 * num_ids, _AHEAD_BYTES), 64):
                     prefetch(address + byte)
             start, stop = offsets[f * num_samples + b], offsets[f * num_samples + b + 1]
-            raw = integers_at(_bag_address(addresses, block_of[b], row_of[b], f, num_features), stop - start)
+            address = _bag_address(addresses, block_of[b], row_of[b], f, num_features, stop - start, keeps_last[f])
+            raw = integers_at(address, stop - start)
             bag = ids[start:stop]
             for i in range(stop - start):
                 bag[i] = raw[i]
@@ -269,7 +273,7 @@ def _measure(starts, order, addresses, max_ids, block_of, row_of, offsets):  # t
 
 @_kernel
 def _gather_part(  # type: ignore[no-untyped-def]
-    part, num_parts, addresses, block_of, row_of, hash_of, num_rows, offsets, ids, dense, columns, widths, targets
+    part, num_parts, addresses, block_of, row_of, hash_of, num_rows, keeps_last, offsets, ids, dense, columns, widths, targets
 ):
     """Gather one part of a batch: dense values and scalars of some examples, and some of the bags.
 
@@ -284,11 +288,12 @@ def _gather_part(  # type: ignore[no-untyped-def]
         target = floats_at(targets[scalar], num_samples * widths[scalar]).reshape(num_samples, widths[scalar])
         _gather_scalar(columns[scalar], blocks, rows, target[start:stop])
     first, last = num_bags * part // num_parts, num_bags * (part + 1) // num_parts
-    return _gather_ids(addresses, block_of, row_of, hash_of, num_rows, offsets, ids, first, last)
+    return _gather_ids(addresses, block_of, row_of, hash_of, num_rows, keeps_last, offsets, ids, first, last)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _bag_address(addresses, k, row, f, num_features):  # type: ignore[no-untyped-def]
-    """Address of the first id of feature f in row `row` of block k."""
-    first = integers_at(addresses[k, 1 + num_features + f] + 8 * row, 1)[0]
+def _bag_address(addresses, k, row, f, num_features, num_ids, keeps_last):  # type: ignore[no-untyped-def]
+    """Address of the `num_ids` ids that are used of feature f in row `row` of block k: the first, or the last ones."""
+    bounds = integers_at(addresses[k, 1 + num_features + f] + 8 * row, 2)
+    first = bounds[1] - num_ids if keeps_last else bounds[0]
     return addresses[k, 1 + f] + 8 * first

@@ -76,6 +76,7 @@ class Log:
                 "hash": feature.hash,
                 "max_ids": feature.max_ids,
                 "num_rows": rows[i],
+                **({"keeps": "last"} if feature.is_history else {}),
             }
             for i, feature in enumerate(spec.features.expanded_sparse())
         ]

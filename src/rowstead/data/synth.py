@@ -98,14 +98,14 @@ class SynthLog:
         hidden = self.population.hidden_dense(start, num_rows)
         true_p = self.teacher.click_probability(pooled, hidden, turn)
         clicks = np.empty(num_rows, np.float32)
-        _draw_labels(self._label_key, start, true_p, clicks)
+        draw_labels(self._label_key, start, true_p, clicks)
         found = clicks
         if labels:
             drawn = {"label": (clicks, true_p)}
             if self._conversions is not None:
                 conversion_p = self._conversions.probability(pooled, hidden, turn)
                 conversions = np.empty(num_rows, np.float32)
-                _draw_labels(self._conversion_key, start, conversion_p, conversions)
+                draw_labels(self._conversion_key, start, conversion_p, conversions)
                 drawn["conversion"] = np.where(clicks > 0, conversions, np.float32(np.nan)), conversion_p
             found, true_p = (np.stack([drawn[label][part] for label in labels], axis=1) for part in (0, 1))
         values = self.population.shown_dense(hidden)
@@ -141,6 +141,8 @@ class SynthLog:
 class SynthSplit(LogSplit):
     """One split of a synthetic log with the columns that `features` select."""
 
+    log_class: type[SynthLog] = SynthLog
+
     def __init__(
         self,
         spec: SynthSpec,
@@ -149,7 +151,7 @@ class SynthSplit(LogSplit):
         id_kinds: IdKinds | None = None,
         tasks: Sequence[TaskSpec] = (),
     ) -> None:
-        self._log, self._split = SynthLog(spec), split
+        self._log, self._split = self.log_class(spec), split
         self._labels = tuple(str(task.label) for task in tasks)
         self._dense, self._sparse = _select_columns(features)
         self.id_kinds = dict.fromkeys(self._sparse, "integers")
@@ -287,7 +289,7 @@ def _to_arrow(schema: pa.Schema, block: RawBlock) -> pa.Table:
 
 
 @njit(nogil=True, cache=True)
-def _draw_labels(key, start, true_p, labels):  # type: ignore[no-untyped-def]
+def draw_labels(key, start, true_p, labels):  # type: ignore[no-untyped-def]
     """Fill labels float32 [R] with 1 where a uniform draw is below true_p [R], else 0."""
     for r in range(true_p.size):
         labels[r] = 1.0 if draws.unit(draws.at(key, start + r)) < true_p[r] else 0.0

@@ -22,6 +22,8 @@ class Layout:
     """For each feature the first column of its vector in the pooled output, and the total width last: [F + 1]."""
     is_mean: tuple[bool, ...]
     """For each feature whether its rows are averaged rather than summed."""
+    is_history: tuple[bool, ...] = ()
+    """For each feature whether its rows are kept in order (`stores/histories.py`); empty where none is, as kernels have it."""
 
     @property
     def num_features(self) -> int:
@@ -42,4 +44,5 @@ def layout_of(features: FeaturesSpec, tables: tuple[Table, ...]) -> Layout:
         table_of=order,
         columns=(0, *accumulate(tables[table].width for table in order)),
         is_mean=tuple(spec.pooling == "mean" for spec in specs),
+        is_history=tuple(spec.is_history for spec in specs) if features.has_histories else (),
     )

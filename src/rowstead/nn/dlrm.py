@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rowstead.data.batch import Batch
+from rowstead.data.batch import Batch, Sparse
 from rowstead.data.row_encoder import RowEncoder
+from rowstead.kernels.layout import layout_of
 from rowstead.nn import layers
 from rowstead.nn.heads import head_of, losses_of
+from rowstead.nn.histories import HistoryNetwork
 from rowstead.nn.nearest import Metric, nearest
 from rowstead.nn.network import Network, NetworkInputs, build_network
 from rowstead.spec.errors import DataError, RowsteadError, did_you_mean
@@ -73,6 +76,12 @@ class DLRMNetwork(Network):
             super().seed_step(number, rank)
 
 
+def build_model_network(spec: ModelSpec, features: FeaturesSpec, tables: Sequence[Table]) -> Network:
+    """The network of a model with the encoders of its histories, with fresh parameters."""
+    network = build_network(spec, features, tables)
+    return HistoryNetwork(network, features, layout_of(features, tuple(tables))) if features.has_histories else network
+
+
 class DLRM(nn.Module):
     """A whole model: an EmbeddingStore under a Network. `forward` takes a Batch and returns logits [B], or [B, T] of T tasks."""
 
@@ -88,7 +97,7 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         self.store = store
-        self.net = build_network(spec, features, store.tables)
+        self.net = build_model_network(spec, features, store.tables)
         self.head = losses_of(spec) if spec.tasks else head_of(head)
         self.tasks = spec.tasks
         """The labels that it predicts; empty for the log's one label."""
@@ -99,9 +108,15 @@ class DLRM(nn.Module):
         """Logits [B] or [B, T] as of the training log, whose negatives may be downsampled."""
         if self.store.tables and batch.sparse.num_samples != batch.num_samples:
             raise DataError(f"{batch.num_samples} examples have dense values and {batch.sparse.num_samples} have ids")
-        pooled = self.store.lookup(batch.sparse) if self.store.tables else batch.dense.new_zeros(batch.num_samples, 0)
+        pooled = batch.dense.new_zeros(batch.num_samples, 0)
+        if self.store.tables:
+            pooled = self.pool(self.store.lookup(batch.sparse), batch.sparse)
         logits: Tensor = self.net(batch.dense, pooled)
         return logits
+
+    def pool(self, rows: Tensor, sparse: Sparse) -> Tensor:
+        """Pooled rows [B, sum of widths] of what the store found for a batch, with histories encoded."""
+        return self.net.pool(rows, sparse) if isinstance(self.net, HistoryNetwork) else rows
 
     @overload
     def predict(self, rows: Batch) -> Tensor: ...

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rowstead.plan.traffic import Popularity, distinct_ids, hit_share, mean_ids, popularities, rows_of_ids
+from rowstead.spec.encoders import ENCODERS
 from rowstead.spec.model import ModelSpec
 from rowstead.spec.network_options import TOUCHES, DLRMSpec, Layer, NetworkWork
 from rowstead.spec.networks import NETWORKS
@@ -199,9 +200,9 @@ def step_work(spec: RunSpec) -> StepWork:
 
 
 def _network_of(spec: RunSpec) -> NetworkWork:
-    """The work of the network; a network of the user's own, which is not known here, counts as the DLRM of the same recipe."""
+    """The work of the network and of encoders; a network of the user's own, which is not known here, counts as the DLRM of the same recipe."""
     options = spec.model.network_options if spec.model.network in NETWORKS else DLRMSpec()
-    return _with_head(options.work(spec.network_shape), spec.model)
+    return _with_head(_with_encoders(options.work(spec.network_shape), spec), spec.model)
 
 
 def _with_head(work: NetworkWork, model: ModelSpec) -> NetworkWork:
@@ -213,6 +214,23 @@ def _with_head(work: NetworkWork, model: ModelSpec) -> NetworkWork:
     written = model.num_outputs + sum(layer.outputs for layer in layers) * len(model.tasks)
     operators = work.operators + 2 + 4 * len(model.tasks)
     return replace(work, top=(*work.top, *layers), written=work.written + written, operators=operators)
+
+
+def _with_encoders(work: NetworkWork, spec: RunSpec) -> NetworkWork:
+    """The same with the encoders of histories."""
+    for (index, feature), ids in zip(enumerate(spec.features.expanded_sparse()), mean_ids(spec), strict=True):
+        if feature.encoder is None:
+            continue
+        encode = ENCODERS[feature.encoder.kind].work
+        encoder = encode(feature.encoder, spec.network_shape.widths[index], feature.max_ids or 0, ids)
+        work = replace(
+            work,
+            product_flops=work.product_flops + encoder.flops,
+            written=work.written + encoder.written,
+            operators=work.operators + encoder.operators,
+            other_parameters=work.other_parameters + encoder.num_parameters,
+        )
+    return work
 
 
 def _tables_of(spec: RunSpec) -> list[TableWork]:

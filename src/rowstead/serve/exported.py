@@ -46,7 +46,7 @@ class Exported:
         """Of a model with several labels: the names of the tasks, in the order of the predictions, and their label columns."""
         sparse = self.features.expanded_sparse()
         self._direct = [
-            (index, feature.name, plain["num_rows"][feature.table or feature.name], feature.max_ids)
+            (index, feature, plain["num_rows"][feature.table_name])
             for index, feature in enumerate(sparse)
             if feature.hash == "none"
         ]
@@ -77,14 +77,15 @@ class Exported:
 
     def check_ids(self, block: RawBlock) -> None:
         """Refuse ids as training would: under `hash: none` an id must be a row, unless truncation drops it."""
-        for index, name, num_rows, max_ids in self._direct:
+        for index, feature, num_rows in self._direct:
             ids, offsets = block.ids[index], block.offsets[index]
             outside = np.flatnonzero((ids < 0) | (ids >= num_rows))
-            if max_ids is not None and len(outside):
+            if feature.max_ids is not None and len(outside):
                 bag = np.searchsorted(offsets, outside, side="right") - 1
-                outside = outside[outside - offsets[bag] < max_ids]
+                cut = offsets[bag + 1] - 1 - outside if feature.is_history else outside - offsets[bag]
+                outside = outside[cut < feature.max_ids]
             if len(outside):
-                raise id_outside_table(name, int(ids[outside[0]]), num_rows)
+                raise id_outside_table(feature.name, int(ids[outside[0]]), num_rows)
 
 
 def load_exported(folder: Path | str) -> Exported:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch.nn import functional
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.mix import mix64_tensor
+from rowstead.nn.encoders import HistoryEncoder
 from rowstead.nn.heads import Head, TaskLosses
+from rowstead.nn.histories import HistoryNetwork
 from rowstead.nn.network import Network
 from rowstead.spec.features import SparseFeatureSpec
 
@@ -69,11 +72,16 @@ class FlatRows(nn.Module):
         else:
             self.register_buffer("rows", torch.cat([table.detach().float().cpu() for table in tables]))
 
+    def at(self, indices: Tensor) -> Tensor:
+        """The rows at `indices` [...], as [..., D]."""
+        rows = self.rows[indices]
+        return rows.float() * self.scale[indices] + self.low[indices] if self.int8 else rows
+
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows at `indices` [nnz], each times its weight [nnz], to [bags, D]; bag i is offsets[i] to offsets[i+1]."""
         table = self.rows
         if self.int8:
-            table = self.rows[indices].float() * self.scale[indices] + self.low[indices]
+            table = self.at(indices)
             indices = torch.arange(indices.shape[0], device=indices.device)
         return functional.embedding_bag(
             indices, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
@@ -170,7 +178,28 @@ class ServingProgram(nn.Module):
             lengths = self._by_feature(bounds.diff(), num_samples)
             used_ids = torch.minimum(lengths, self.max_ids.unsqueeze(1)).clamp(min=1).unsqueeze(2)
             vectors = [v / used_ids[f] if self.is_mean[f] else v for f, v in enumerate(vectors)]
+        if isinstance(self.net, HistoryNetwork):
+            vectors = self._encode(self.net, vectors, ids, bounds, num_samples)
         return torch.cat(vectors, dim=1)
+
+    def _encode(self, net: HistoryNetwork, pooled: list[Tensor], ids: Tensor, bounds: Tensor, num_samples: int) -> list[Tensor]:
+        """The pooled vectors [B, D] of each feature, those of histories replaced by their encoders'.
+
+        Histories are padded to the longest that is allowed, whatever is in the batch: the shapes of a traced program are fixed.
+        """
+        vectors = list(pooled)
+        begins, ends = self._by_feature(bounds[:-1], num_samples), self._by_feature(bounds[1:], num_samples)
+        padded = torch.cat([ids, ids.new_zeros(1)])
+        for feature, target, max_ids, encoder in zip(net.histories, net.targets, net.max_ids, net.encoders, strict=True):
+            ages = torch.arange(max_ids - 1, -1, -1, device=ids.device)
+            positions = ends[feature].unsqueeze(1) - 1 - ages  # [B, L]: the last ids, which are the most recent
+            is_id = positions >= begins[feature].unsqueeze(1)
+            raw = padded[torch.where(is_id, positions, ids.shape[0])]
+            index = self._row_of(raw, torch.full_like(raw, feature)) + self.base[feature]
+            rows = cast(FlatRows, self.groups[self.feature_groups[feature]]).at(index)
+            against = None if target is None else pooled[target]
+            vectors[feature] = cast(HistoryEncoder, encoder).padded(rows, is_id, against)
+        return vectors
 
     def _by_feature(self, bags: Tensor, num_samples: int) -> Tensor:
         """Values per bag without the extra one: [F*B + 1, …] as [F, B, …]."""

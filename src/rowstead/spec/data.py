@@ -137,6 +137,44 @@ class SynthSpec(LogSpec):
         return (self.label,) if self.conversion is None else (self.label, "conversion")
 
 
+@dataclass(frozen=True, kw_only=True)
+class InterestsSpec(LogSpec):
+    """A log of histories whose interests drift, with a known best NE; columns `item`, `history`, `label` and `true_p`. See [Histories](histories.md)."""
+
+    split_class: ClassVar[str] = "rowstead.data.interests:InterestsSplit"
+    cursor_keys: ClassVar[tuple[str, ...]] = ("row",)
+
+    num_train_samples: Annotated[AtLeastOne, up_to(MAX_TRAIN_SAMPLES)] = 300_000
+    """Examples in the training split."""
+    num_eval_samples: Annotated[AtLeastOne, up_to(MAX_EVAL_SAMPLES)] = 50_000
+    """Examples in the evaluation split."""
+    num_test_samples: Annotated[Count, up_to(MAX_EVAL_SAMPLES)] = 0
+    """Examples in the test split."""
+    seed: Seed = 1
+    """Same seed, same log, on every machine."""
+    num_items: Annotated[AtLeastOne, up_to(MAX_ROWS)] = 1000
+    """Items, the same number of each topic."""
+    num_topics: Annotated[int, up_to(1_000_000)] = 20
+    """Topics."""
+    max_history: Annotated[AtLeastOne, up_to(100_000)] = 50
+    """Most items of a history. Lengths from 1 to this are drawn by a power law with exponent 1: few histories are long."""
+    empty_share: ZeroToOne = 0.05
+    """Share of the examples without a history."""
+    click_rates: tuple[float, ...] = (0.6, 0.1, 0.3)
+    """Click rate of an item of the most recent topic of the history, of its earlier topic, and of another one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_topics >= 3, "num_topics", f"must be at least 3, got {self.num_topics}")
+        require(self.num_items % self.num_topics == 0, "num_items", f"must be a multiple of num_topics, {self.num_topics}")
+        fits = len(self.click_rates) == 3 and all(0 < rate < 1 for rate in self.click_rates)
+        require(fits, "click_rates", "must be three numbers between 0 and 1")
+
+    @property
+    def has_test(self) -> bool:
+        return self.num_test_samples > 0
+
+
 def list_paths(paths: str | Iterable[str]) -> tuple[str, ...]:
     """One path or several, as a tuple."""
     return (paths,) if isinstance(paths, str) else tuple(paths)
@@ -289,10 +327,12 @@ class CsvSpec(FileLogSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec(Spec):
-    """The log: exactly one of `synth`, `parquet` and `csv`."""
+    """The log: exactly one of `synth`, `interests`, `parquet` and `csv`."""
 
     synth: SynthSpec | None = None
     """Generate the log from a hidden teacher during training."""
+    interests: InterestsSpec | None = None
+    """Generate a log of histories during training."""
     parquet: ParquetSpec | None = None
     """Read the log from Parquet files."""
     csv: CsvSpec | None = None
@@ -307,9 +347,13 @@ class DataSpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [name for name, value in vars(self).items() if isinstance(value, LogSpec)]
-        require(len(given) == 1, "", f"give exactly one of `synth`, `parquet` and `csv`, got {' and '.join(given) or 'none'}")
-        kept_all = self.synth is None or self.negative_keep_rate == 1
-        require(kept_all, "negative_keep_rate", "must be 1 with `synth`, which keeps all negatives")
+        require(
+            len(given) == 1,
+            "",
+            f"give exactly one of `synth`, `interests`, `parquet` and `csv`, got {' and '.join(given) or 'none'}",
+        )
+        kept_all = self.files is not None or self.negative_keep_rate == 1
+        require(kept_all, "negative_keep_rate", "must be 1 with a synthetic log, which keeps all negatives")
 
     @property
     def log(self) -> LogSpec:

@@ -24,11 +24,14 @@ from rowstead.spec.bounds import (
     each_between,
     up_to,
 )
+from rowstead.spec.encoders import EncoderSpec
 from rowstead.spec.errors import SpecError, did_you_mean, require
 
 Hash = Literal["mix", "modulo", "none"]
-Pooling = Literal["sum", "mean"]
+Pooling = Literal["sum", "mean", "none"]
 TimePart = Literal["hour", "weekday", "day"]
+MAX_HISTORY = 100_000
+"""Ids of one history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +116,11 @@ class SparseFeatureSpec(FeatureSpec):
     table: str | None = None
     """Name of a table under `features.tables`, for features that share one."""
     pooling: Pooling = "sum"
-    """How the rows of one example are pooled."""
+    """How the rows of one example are pooled; `none` keeps them in order, for `encoder`. See [Histories](histories.md)."""
     max_ids: AtLeastOne | None = None
-    """Truncation size: only the first `max_ids` ids of an example are used."""
+    """Truncation size: only the first `max_ids` ids of an example are used; with `pooling: none` the last ones, which are the most recent."""
+    encoder: EncoderSpec | None = None
+    """With `pooling: none`: what makes one vector of the rows."""
     hash: Hash = "mix"
     """How an id becomes a row: `mix` (a stable 64-bit hash, then modulo), `modulo`, or `none` (ids are row numbers)."""
 
@@ -135,6 +140,23 @@ class SparseFeatureSpec(FeatureSpec):
                 "the shared table has its own num_rows; set only one of the two",
             )
             require(self.width is None, "width", "the shared table has its own width; set only one of the two")
+        if self.is_history:
+            require(self.encoder is not None, "encoder", "`pooling: none` needs an encoder, such as {kind: din, target: item}")
+            require(self.max_ids is not None, "max_ids", "`pooling: none` needs it: how many of the most recent ids are used")
+            fits = (self.max_ids or 0) <= MAX_HISTORY
+            require(fits, "max_ids", f"of a history must be at most {MAX_HISTORY:,}, got {self.max_ids:,}")
+        else:
+            require(self.encoder is None, "encoder", "needs the rows in order: set `pooling: none`, too")
+
+    @property
+    def is_history(self) -> bool:
+        """Whether its rows are kept in order."""
+        return self.pooling == "none"
+
+    @property
+    def table_name(self) -> str:
+        """Name of the table that it reads."""
+        return self.table or self.name
 
     def fields_at(self, index: int) -> dict[str, Any]:
         own = {"num_rows": self.hash_sizes[index - self.start], "hash_sizes": ()} if self.hash_sizes else {}
@@ -188,6 +210,28 @@ class FeaturesSpec:
         own = {f.name for f in self.expanded_sparse() if f.table is None}
         clash = own & set(shared)
         require(not clash, "tables", f"`{next(iter(clash), '')}` is a shared table and also a feature with its own table")
+        self._check_histories()
+
+    def _check_histories(self) -> None:
+        if not self.has_histories:
+            return
+        sparse = {feature.name: feature for feature in self.expanded_sparse()}
+        histories = {feature.table_name: feature.name for feature in sparse.values() if feature.is_history}
+        for i, entry in enumerate(self.sparse):
+            shared, target = histories.get(entry.table_name), None if entry.encoder is None else entry.encoder.target
+            remedy = f"`mean` cannot share a table with the history `{shared}`: use `sum`, or a table of its own"
+            require(entry.pooling != "mean" or shared is None, f"sparse[{i}].pooling", remedy)
+            if target is None:
+                continue
+            key = f"sparse[{i}].encoder.target"
+            if target not in sparse:
+                raise SpecError(key, f"no sparse feature `{target}`: {did_you_mean(target, sparse)}")
+            require(not sparse[target].is_history, key, f"`{target}` is a history itself: name a feature that is pooled")
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether rows of a feature are kept in order."""
+        return any(feature.is_history for feature in self.sparse)
 
     def expanded_dense(self) -> tuple[DenseFeatureSpec, ...]:
         """One spec per dense feature, with `repeat` expanded and `column` set."""
@@ -250,9 +294,29 @@ def tables_of(features: FeaturesSpec, *, width: int, scale: float = 1.0) -> tupl
         rows[source.name] = max(1, round(num_rows))
         widths[source.name] = source.width or width
         readers.setdefault(source.name, []).append(i)
+    _check_encoders(features, widths)
     return tuple(
         Table(name=name, num_rows=rows[name], width=widths[name], features=tuple(indices)) for name, indices in readers.items()
     )
+
+
+def _check_encoders(features: FeaturesSpec, widths: dict[str, int]) -> None:
+    """Refuse histories whose encoder does not go with the width of their table; `widths` is by table."""
+    table_of = {feature.name: feature.table_name for feature in features.expanded_sparse()}
+    for feature in features.expanded_sparse():
+        if feature.encoder is None:
+            continue
+        width, target = widths[feature.table_name], feature.encoder.target
+        try:
+            feature.encoder.check_width(width)
+            require(
+                target is None or widths[table_of[target]] == width,
+                "target",
+                f"rows of `{target}` have width {widths[table_of[target]] if target else 0} and those of the history {width}: "
+                "give both the same width, or the same table",
+            )
+        except SpecError as error:
+            raise error.within("encoder").within(f"features.sparse `{feature.name}`") from None
 
 
 Feature = TypeVar("Feature", DenseFeatureSpec, SparseFeatureSpec)

@@ -9,6 +9,7 @@ Letters: B examples, F features, T tables, nnz ids.
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def select_tables(layout: Layout, tables: Sequence[str]) -> Layout:
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     """One store's part of every batch."""
 
     layout: Layout
@@ -61,12 +62,11 @@ class _SplitBatch:
     parts: list[Sparse]
 
 
-class MixedStore(EmbeddingStore):
-    """An EmbeddingStore over others that each hold some tables of `layout`.
+class JoinedStore(EmbeddingStore):
+    """Base class of an EmbeddingStore over others that each hold some tables of `layout`.
 
-    The layout of each store is `select_tables(layout, its tables)`. Stores that run in the background work while the others do. A batch is
-    split once, so a store sees the same ids when it is prefetched, looked up and updated. With `check`, batches are checked as a whole,
-    and the stores trust them.
+    A batch is split once, so a store sees the same ids when it is prefetched, looked up and updated. With `check`, batches are checked as a
+    whole, and the stores trust them.
     """
 
     def __init__(self, layout: Layout, stores: Sequence[EmbeddingStore], *, check: bool = True) -> None:
@@ -75,11 +75,13 @@ class MixedStore(EmbeddingStore):
         self._holder = {table.name: store for store in stores for table in store.tables}
         held = [table.name for store in stores for table in store.tables]
         assert sorted(held) == sorted(table.name for table in layout.tables), "each table is held by one store"
-        self._shares = [_share(layout, store.layout) for store in stores]
         self._start_order = sorted(range(len(stores)), key=lambda index: not stores[index].runs_in_background)
-        self._join = _column_sources(self._shares)
         self._prefetched: deque[_SplitBatch] = deque()
         self._current: _SplitBatch | None = None
+
+    @abstractmethod
+    def _split_checked(self, sparse: Sparse) -> list[Sparse]:
+        """Each store's part of a batch that fits the tables."""
 
     def _each(self) -> list[EmbeddingStore]:
         return cast("list[EmbeddingStore]", list(self.stores))
@@ -88,24 +90,6 @@ class MixedStore(EmbeddingStore):
     def kernel(self) -> str:
         names = [store.kernel for store in self._each()]
         return " and ".join(dict.fromkeys(name for name in names if name != "none")) or "none"
-
-    def lookup(self, sparse: Sparse) -> Tensor:
-        stores, parts = self._each(), self._parts_of(sparse)
-        waits = {index: stores[index].start_lookup(parts[index]) for index in self._start_order}
-        pooled = {index: wait() for index, wait in waits.items()}
-        return torch.cat([pooled[store][:, first:last] for store, first, last in self._join], dim=1)
-
-    @torch.no_grad()
-    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
-        parts = self._parts_of(sparse)
-        if self._check:
-            check_gradient(self.layout, sparse.offsets, grad)
-        stores = self._each()
-        for index in self._start_order:
-            pieces = [grad[:, first:last] for first, last in self._shares[index].columns]
-            own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-            stores[index].update(parts[index], own.contiguous(), lr=lr, step=step)
-        self._current = None
 
     @property
     def batches_ahead(self) -> int:
@@ -154,29 +138,67 @@ class MixedStore(EmbeddingStore):
         """Each store's part of a batch: as prefetched, as looked up, or split now."""
         if not self.training:  # the batch that is trained on may not be updated yet
             return self._split(sparse).parts
-        if self._current is None or self._current.ids is not sparse.ids:
+        current = self._current  # another thread may replace it
+        if current is None or current.ids is not sparse.ids:
             is_next = self._prefetched and self._prefetched[0].ids is sparse.ids
-            self._current = self._prefetched.popleft() if is_next else self._split(sparse)
-        return self._current.parts
+            self._current = current = self._prefetched.popleft() if is_next else self._split(sparse)
+        return current.parts
 
     def _split(self, sparse: Sparse) -> _SplitBatch:
-        sparse = self.check_batch(sparse)
-        num_samples = sparse.num_samples
-        zeros = [0] * (self.layout.num_features + 1)
-        bounds = sparse.offsets[::num_samples].tolist() if num_samples else zeros  # on a GPU the host waits for the batch here
-        return _SplitBatch(sparse.ids, [_part(sparse, share, bounds) for share in self._shares])
+        return _SplitBatch(sparse.ids, self._split_checked(self.check_batch(sparse)))
 
 
-def _share(layout: Layout, own: Layout) -> _Share:
+class MixedStore(JoinedStore):
+    """A JoinedStore whose stores pool the rows of their tables.
+
+    The layout of each store is `select_tables(layout, its tables)`. Stores that run in the background work while the others do.
+    """
+
+    def __init__(self, layout: Layout, stores: Sequence[EmbeddingStore], *, check: bool = True) -> None:
+        super().__init__(layout, stores, check=check)
+        self._shares = [share_of(layout, store.layout) for store in stores]
+        self._join = _column_sources(self._shares)
+
+    def lookup(self, sparse: Sparse) -> Tensor:
+        stores, parts = self._each(), self._parts_of(sparse)
+        waits = {index: stores[index].start_lookup(parts[index]) for index in self._start_order}
+        pooled = {index: wait() for index, wait in waits.items()}
+        return torch.cat([pooled[store][:, first:last] for store, first, last in self._join], dim=1)
+
+    @torch.no_grad()
+    def update(self, sparse: Sparse, grad: Tensor, *, lr: float, step: int) -> None:
+        parts = self._parts_of(sparse)
+        if self._check:
+            check_gradient(self.layout, sparse.offsets, grad)
+        stores = self._each()
+        for index in self._start_order:
+            pieces = [grad[:, first:last] for first, last in self._shares[index].columns]
+            own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+            stores[index].update(parts[index], own.contiguous(), lr=lr, step=step)
+        self._current = None
+
+    def _split_checked(self, sparse: Sparse) -> list[Sparse]:
+        bounds = feature_bounds(sparse)
+        return [take_share(sparse, share, bounds) for share in self._shares]
+
+
+def feature_bounds(sparse: Sparse) -> list[int]:
+    """Where the ids of each feature begin, and the end of the last one, [F + 1]; on a GPU the host waits for the batch."""
+    num_samples = sparse.num_samples
+    return sparse.offsets[::num_samples].tolist() if num_samples else [0] * (sparse.num_features + 1)
+
+
+def share_of(layout: Layout, own: Layout) -> Share:
+    """What the store with layout `own`, that of some tables, gets of every batch."""
     names = {table.name for table in own.tables}
     features = [f for f, table in enumerate(layout.table_of) if layout.tables[table].name in names]
     assert len(features) == own.num_features, "a store's layout is that of its tables"
     borders = [0, *(i for i in range(1, len(features)) if features[i] != features[i - 1] + 1), len(features)]
     runs = tuple((features[first], features[last - 1] + 1) for first, last in pairwise(borders) if first < last)
-    return _Share(own, runs, tuple((layout.columns[first], layout.columns[last]) for first, last in runs))
+    return Share(own, runs, tuple((layout.columns[first], layout.columns[last]) for first, last in runs))
 
 
-def _column_sources(shares: Sequence[_Share]) -> list[tuple[int, int, int]]:
+def _column_sources(shares: Sequence[Share]) -> list[tuple[int, int, int]]:
     """Sources of the pooled columns of the whole batch, from left to right: store, first column there, and last + 1."""
     pieces = []
     for store, share in enumerate(shares):
@@ -187,7 +209,7 @@ def _column_sources(shares: Sequence[_Share]) -> list[tuple[int, int, int]]:
     return [(store, first, last) for _, store, first, last in sorted(pieces)]
 
 
-def _part(sparse: Sparse, share: _Share, bounds: list[int]) -> Sparse:
+def take_share(sparse: Sparse, share: Share, bounds: list[int]) -> Sparse:
     """The features of a share as a batch; `bounds` [F + 1] holds the offset of each feature's ids."""
     count, offsets = sparse.num_samples, sparse.offsets
     spans = [(bounds[first], bounds[last]) for first, last in share.runs]

@@ -10,11 +10,12 @@ from rowstead.distributed.sharded_store import ShardedStore
 from rowstead.distributed.sharding import ShardPlan, auto_shards, plan_shards
 from rowstead.kernels.layout import Layout, layout_of
 from rowstead.nn.dlrm import DLRM
-from rowstead.spec.placement import MemorySpec, Placement, rules_for
+from rowstead.spec.placement import MemorySpec, PlacedShard, Placement, rules_for
 from rowstead.spec.run import RunSpec
 from rowstead.spec.sync import SYNC_MODES
 from rowstead.stores.base import EmbeddingStore
 from rowstead.stores.build import StoreBuilder, choose_placement, mean_ids_of
+from rowstead.stores.histories import HistoryLayout, HistoryStore
 from rowstead.training.sharded_step import WIRE_DTYPES
 
 ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,46 +65,56 @@ def build_store(
         spec=spec, placement=placement, device=device, kernel=kernel, dtype=dtype, check=check, rank=process_group.rank
     )
 
+    def build(layout: Layout) -> EmbeddingStore:
+        if process_group.world_size == 1 or not layout.tables:
+            return make(layout, optimizer)
+        return ShardedStore(
+            plan_sharding(spec, layout, process_group.world_size),
+            optimizer,
+            process_group,
+            make,
+            dtype=dtype,
+            device=device,
+            wire=WIRE_DTYPES[spec.train.wire],
+            check=check,
+        )
+
     layout = layout_of(spec.features, spec.tables)
-    if process_group.world_size == 1 or not layout.tables:
-        return make(layout, optimizer)
-    return ShardedStore(
-        plan_sharding(spec, layout, process_group.world_size),
-        optimizer,
-        process_group,
-        make,
-        dtype=dtype,
-        device=device,
-        wire=WIRE_DTYPES[spec.train.wire],
-        check=check,
-    )
+    if not layout.is_history:
+        return build(layout)
+    return HistoryStore(layout, [build(one) for one in HistoryLayout(layout).stores], check=check)
 
 
 def plan_placement(
     spec: RunSpec, device: torch.device, *, trains: bool = True, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Placement:
     """Choose where each table lives, on this machine and in this process of a job."""
-    world_size, kinds = process_group.world_size, None
+    world_size, kinds = process_group.world_size, dict[str, PlacedShard]() if process_group.world_size > 1 else None
     layout = layout_of(spec.features, spec.tables)
-    if world_size > 1:
-        shards = plan_sharding(spec, layout, world_size).shards
-        kinds = {table.name: shard for table, shard in zip(layout.tables, shards, strict=True)}
+    if kinds is not None:
+        for one in HistoryLayout(layout).stores if layout.is_history else [layout]:
+            shards = plan_sharding(spec, one, world_size).shards
+            kinds |= {table.name: shard for table, shard in zip(one.tables, shards, strict=True)}
     return choose_placement(spec, device, trains=trains, world_size=world_size, shards=kinds)
 
 
 def plan_sharding(spec: RunSpec, layout: Layout, world_size: int) -> ShardPlan:
     """How the tables are sharded over `world_size` processes: as the recipe says, else the way that sends least."""
-    rules = rules_for(spec.placement, [table.name for table in layout.tables])
+    rules = rules_for(spec.placement, [table.name for table in spec.tables])
+    names = {table.name for table in layout.tables}
     row_bytes = ROW_DTYPES[spec.model.row_format].itemsize
     shards = auto_shards(layout, world_size, batch_size=spec.train.batch_size, row_bytes=row_bytes)
-    shards |= {name: rule.shard for name, rule in rules.items() if rule.shard != "auto"}
+    shards |= {name: rule.shard for name, rule in rules.items() if rule.shard != "auto" and name in names}
     return plan_shards(layout, shards, world_size, lookups=expected_lookups(spec, layout))
 
 
 def expected_lookups(spec: RunSpec, layout: Layout) -> dict[str, float] | None:
     """Expected ids per example and table; None unless the log is synthetic."""
     means = mean_ids_of(spec)
-    return None if means is None else {table.name: float(sum(means[f] for f in table.features)) for table in layout.tables}
+    if means is None:
+        return None
+    names = {table.name for table in layout.tables}
+    return {table.name: float(sum(means[f] for f in table.features)) for table in spec.tables if table.name in names}
 
 
 def ignored_settings(spec: RunSpec, *, world_size: int = 1) -> str | None:

@@ -16,7 +16,8 @@ import torch
 from rowstead.data.columns import IdKinds
 from rowstead.data.transforms import DenseTransforms
 from rowstead.kernels.row_state import compute_dtype
-from rowstead.nn.network import Network, build_network
+from rowstead.nn.dlrm import build_model_network
+from rowstead.nn.network import Network
 from rowstead.records.files import is_figure
 from rowstead.records.plain_files import is_count, shown
 from rowstead.spec.errors import CheckpointError
@@ -173,7 +174,7 @@ def _store_tensors(spec: RunSpec, *, with_optimizer: bool) -> Expected:
 def _build_untrained(spec: RunSpec) -> Network:
     """The spec's network, to look at its shapes; a built-in one takes no memory."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if spec.model.network in NETWORKS else "cpu"):
-        return build_network(spec.model, spec.features, spec.tables)
+        return build_model_network(spec.model, spec.features, spec.tables)
 
 
 def _optimizer_tensors(spec: RunSpec, saved: Checkpoint, network: Network) -> Expected:

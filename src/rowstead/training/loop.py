@@ -120,7 +120,7 @@ class Loop:
         self._moving_loss = MovingLoss()
         self._pending: deque[_PendingLoss] = deque()
         self._throughput = Throughput()
-        self._mean_ids = MeanIds()
+        self._mean_ids = MeanIds(spec.features.expanded_sparse())
         step, num_rows = self.position.step, sources.train.num_samples
         self._input_check = InputCheck(spec, num_rows=num_rows, first_step=step, on_message=reporter.on_message)
         self._reader_cost = Cost()
@@ -163,7 +163,7 @@ class Loop:
         else:
             quality = self._finish(ending)
             test = self._evaluate_on_test()
-        self.reporter.write("features", position.step, self._mean_ids.figures())
+        self.reporter.report_features(position.step, self._mean_ids)
         reading = self._report_reader()
         return TrainOutcome(
             ending=ending,

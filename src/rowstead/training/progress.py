@@ -15,6 +15,7 @@ from rowstead.data.batch import Sparse
 from rowstead.data.row_order import Cursor
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
+from rowstead.spec.features import SparseFeatureSpec
 from rowstead.spec.heads import TaskSpec
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec
@@ -207,11 +208,13 @@ class MovingLoss:
 
 
 class MeanIds:
-    """Mean ids per example of each sparse feature, over a sample of batches."""
+    """Mean ids per example of each sparse feature, over a sample of batches, and how often histories are as long as they may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: Sequence[SparseFeatureSpec] = ()) -> None:
         self._num_ids: Tensor | None = None
         self._num_samples = 0
+        self._histories = {index: feature for index, feature in enumerate(features) if feature.is_history}
+        self._num_full = dict.fromkeys(self._histories, 0)
 
     def add(self, sparse: Sparse) -> None:
         """Add a batch in system memory."""
@@ -220,6 +223,18 @@ class MeanIds:
             num_ids = sparse.offsets[::num_samples].diff()
             self._num_ids = num_ids if self._num_ids is None else self._num_ids + num_ids
             self._num_samples += num_samples
+            for index, feature in self._histories.items():
+                lengths = sparse.offsets[index * num_samples : (index + 1) * num_samples + 1].diff()
+                self._num_full[index] += int((lengths >= (feature.max_ids or 0)).sum())
+
+    def truncation_texts(self) -> list[str]:
+        """A sentence for each history that was truncated, or may have been."""
+        return [
+            f"{self._num_full[index] / self._num_samples:.0%} of the histories of `{feature.name}` have as many ids as max_ids, "
+            f"{feature.max_ids:,}: only the most recent ones are used. Raise max_ids to use more"
+            for index, feature in self._histories.items()
+            if self._num_full[index]
+        ]
 
     def figures(self) -> dict[str, list[float]]:
         """The means, in the order of the features; nothing before the first batch."""
@@ -285,6 +300,12 @@ class RunReporter(Callback):
         scalars = {f"{kind}/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
         if scalars:
             self._scalars.write(step, scalars)
+
+    def report_features(self, step: int, mean_ids: MeanIds) -> None:
+        """Write what a run has seen of its sparse features, and say which histories were truncated."""
+        self.write("features", step, mean_ids.figures())
+        for sentence in mean_ids.truncation_texts():
+            self.on_message(sentence)
 
     def close(self) -> None:
         for writer in (self._events, self._scalars):

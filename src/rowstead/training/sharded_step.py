@@ -48,14 +48,14 @@ class ShardedExecution(Execution):
         if not self.model.store.tables:
             return finish
 
-        def send_gradient(pooled: Tensor) -> None:
-            assert pooled.grad is not None
-            self._row_updates.append(self.model.store.start_update(batch.sparse, pooled.grad))
+        def send_gradient(rows: Tensor) -> None:
+            assert rows.grad is not None
+            self._row_updates.append(self.model.store.start_update(batch.sparse, rows.grad))
 
         def finish_lookup() -> Tensor:
-            pooled = finish()
-            pooled.register_post_accumulate_grad_hook(send_gradient)
-            return pooled
+            rows = finish()
+            rows.register_post_accumulate_grad_hook(send_gradient)
+            return rows
 
         return finish_lookup
 
@@ -65,7 +65,7 @@ class ShardedExecution(Execution):
         reported = torch.cat([loss.detach().double().reshape(1), answers])
         self._loss_and_answers = reported, self._group.start_all_reduce(reported)
 
-    def backward(self, loss: Tensor, pooled: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
+    def backward(self, loss: Tensor, rows: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
         """Gradients are sent as soon as they are there: those of rows by `start_lookup`'s hook, dense ones bucket by bucket."""
         self.optimizer.zero_grad(set_to_none=True)
         self._gradients.begin()
@@ -73,7 +73,7 @@ class ShardedExecution(Execution):
         if not self.model.store.tables:
             return None
         if not self._row_updates:  # the loss does not depend on the rows, but other processes wait for this one
-            self._row_updates.append(self.model.store.start_update(batch.sparse, torch.zeros_like(pooled)))
+            self._row_updates.append(self.model.store.start_update(batch.sparse, torch.zeros_like(rows)))
         return self._row_updates[0]
 
     def exchange(self, number: int) -> None:

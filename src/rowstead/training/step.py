@@ -43,12 +43,12 @@ def run_step(run: Execution, batch: Batch, number: int, rate: float) -> None:
         with run.phase(Phase.FORWARD):
             projected = run.project(batch.dense)
         with run.phase(Phase.LOOKUP):
-            pooled = finish_lookup()
+            rows = finish_lookup()
         with run.phase(Phase.FORWARD):
-            loss = run.loss(run.join(run.cut(projected), pooled), batch)
+            loss = run.loss(run.join(run.cut(projected), run.pool(rows, batch)), batch)
             run.report_loss(loss, number)
         with run.phase(Phase.BACKWARD):
-            finish_row_update = run.backward(loss, pooled, batch)
+            finish_row_update = run.backward(loss, rows, batch)
     if run.has_exchange:
         with run.phase(Phase.EXCHANGE):
             run.exchange(number)
@@ -87,7 +87,7 @@ class Execution:
         return lambda: value
 
     def start_lookup(self, batch: Batch) -> Callable[[], Tensor]:
-        """Start the look-up; the returned function waits for the pooled rows [B, sum of widths], which require a gradient."""
+        """Start the look-up; the returned function waits for what the store finds, usually pooled rows, which requires a gradient."""
         if not self.model.store.tables:
             return lambda: batch.dense.new_zeros(batch.num_samples, 0)
         finish = self.model.store.start_lookup(batch.sparse)
@@ -96,6 +96,10 @@ class Execution:
     def project(self, dense: Tensor) -> Tensor | None:
         """The part of the forward pass that needs no rows."""
         return self.model.net.project(dense)
+
+    def pool(self, rows: Tensor, batch: Batch) -> Tensor:
+        """Pooled rows [B, sum of widths] of what the look-up found, with histories encoded."""
+        return self.model.pool(rows, batch.sparse)
 
     def join(self, projected: Any, pooled: Tensor) -> Tensor:
         """The rest of the forward pass: logits [B]."""
@@ -118,11 +122,11 @@ class Execution:
         """Check the loss before anything changes, where its value is known already."""
         self._value = check_finite(loss.item(), number)
 
-    def backward(self, loss: Tensor, pooled: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
+    def backward(self, loss: Tensor, rows: Tensor, batch: Batch) -> Callable[[float, int], None] | None:
         """Compute all gradients and start the row update; the returned function takes `lr` and `step`, and finishes it."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        return None if pooled.grad is None else self.model.store.start_update(batch.sparse, pooled.grad)
+        return None if rows.grad is None else self.model.store.start_update(batch.sparse, rows.grad)
 
     def exchange(self, number: int) -> None:
         """Wait for the dense gradients and the loss of all processes."""
