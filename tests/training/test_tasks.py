@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import rowstead
+from rowstead.cli.console import quality_rows
 from rowstead.data.batch import Batch, BatchTotals
 from rowstead.data.open_log import open_sources
 from rowstead.data.synth import SynthLog, write_parquet
+from rowstead.report.charts_runs import tasks_of
+from rowstead.report.inputs import gather
 from rowstead.run import Result, resume, train
 from rowstead.serve.export import export
 from rowstead.serve.exported import load_exported
@@ -205,6 +208,21 @@ def test_a_run_reports_every_task_and_evaluates_to_the_same(run: Result) -> None
     assert again.tasks["buy"].ne == pytest.approx(run.quality.tasks["buy"].ne)
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     assert "buy/calibration" in next(event for event in events if event["kind"] == "evaluation")
+
+
+def test_tables_have_a_row_for_each_task(run: Result) -> None:
+    assert run.quality is not None
+    shown = dict(quality_rows(run.quality))
+    missing = run.quality.tasks["buy"].num_missing
+    assert shown["buy: labels missing"] == f"{missing} of 300, not counted"
+    assert shown["click: NE"] == f"{run.quality.tasks['click'].ne:.4f}"
+    assert "click: labels missing" not in shown
+    table = tasks_of(gather([run.folder]).runs)
+    assert table is not None
+    assert [row[:2] for row in table.rows] == [("run", "click"), ("run", "buy")]
+    assert (table.headings[2], table.headings[-1]) == ("NE", "labels missing")
+    assert float(table.rows[1][2]) == pytest.approx(run.quality.tasks["buy"].ne, rel=1e-2)
+    assert table.rows[1][-1] == str(missing)
 
 
 def test_load_predict_and_export_agree_on_every_task(run: Result, log: Path, tmp_path: Path) -> None:

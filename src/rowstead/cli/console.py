@@ -18,6 +18,7 @@ from rich.table import Table
 from rowstead.distributed.stop import exit_code_of
 from rowstead.report.terminal import build_table, count, print_wide, two_columns
 from rowstead.run import Result
+from rowstead.spec.heads import MEASURES, Measure
 from rowstead.training.importance import Importances
 from rowstead.training.metrics import Quality
 from rowstead.training.progress_bar import PLAIN_EVERY_S, Throttle, quality_line
@@ -33,29 +34,32 @@ def quality_rows(quality: Quality) -> list[tuple[str, str]]:
         rows = [("MSE", f"{quality.mse:.6g}"), ("mean prediction", f"{quality.mean_prediction:.6g}")]
         rows.append(("mean label", f"{quality.mean_label:.6g}"))
         return [*rows, *_missing_row(quality)]
-    rows = [("NE", f"{quality.ne:.4f}" if quality.ne is not None else "undefined: all labels are equal")]
-    if quality.ne_train_rate is not None:
-        rows.append(
-            (
-                "NE by training's rate",
-                f"{quality.ne_train_rate:.4f} (against always predicting the training split's mean label)",
-            )
-        )
-    if quality.ne_best is not None and quality.ne_expected is not None:
+    rows = []
+    for measure, entry in MEASURES.items():
+        value = getattr(quality, entry.figure)
+        if value is not None:
+            error = f" ± {quality.auc_error:.1g}" if measure == "auc" and quality.auc_error else ""
+            rows.append((entry.title, f"{value:.4f}{error}{f' ({entry.note})' if entry.note else ''}"))
+        elif measure == "ne":
+            rows.append((entry.title, "undefined: all labels are equal"))
+        rows += _rows_after(measure, quality)
+    return [*rows, *_missing_row(quality)]
+
+
+def _rows_after(measure: Measure, quality: Quality) -> list[tuple[str, str]]:
+    """What belongs to a measure."""
+    rows = []
+    if measure == "ne" and quality.ne_train_rate is not None:
+        against = "against always predicting the training split's mean label"
+        rows.append(("NE by training's rate", f"{quality.ne_train_rate:.4f} ({against})"))
+    if measure == "ne" and quality.ne_best is not None and quality.ne_expected is not None:
         above = quality.ne_expected / quality.ne_best - 1
         rows.append(("best possible NE", f"{quality.ne_best:.4f} (the model's is {above:.2%} above it, label noise aside)"))
-    if quality.auc is not None:
-        error = f" ± {quality.auc_error:.1g}" if quality.auc_error else ""
-        rows.append(("AUC", f"{quality.auc:.4f}{error}"))
-    if quality.gauc is not None:
-        rows.append(("GAUC", f"{quality.gauc:.4f} (AUC within groups)"))
-    if quality.ranking is not None:
+    if measure == "gauc" and quality.ranking is not None:
         rows += ranking_rows(quality.ranking)
-    rows.append(("log loss", f"{quality.log_loss:.4f}"))
-    if quality.calibration is not None:
+    if measure == "logloss" and quality.calibration is not None:
         rows.append(("calibration", f"{quality.calibration:.4f} (mean prediction over mean label; 1 is right)"))
-    rows.append(("MSE", f"{quality.mse:.4f}"))
-    return [*rows, *_missing_row(quality)]
+    return rows
 
 
 def _missing_row(quality: Quality) -> list[tuple[str, str]]:

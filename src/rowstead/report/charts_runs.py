@@ -24,6 +24,7 @@ from rowstead.report.theme import (
     row_per_name,
     thinned,
 )
+from rowstead.spec.heads import MEASURES
 from rowstead.spec.phases import STEP, Phase
 
 MAX_RUNS = 8
@@ -334,6 +335,18 @@ def _is_ranking(key: str) -> bool:
 def _ranking_order(key: str) -> tuple[bool, str, int]:
     name, _, k = key.partition("_at_")
     return name != "gauc", name, int(k or 0)
+
+
+def tasks_of(runs: Sequence[RunView]) -> TextTable | None:
+    """Measures of each task of models with several labels; None if no run has any."""
+    rows = []
+    keys = (*(entry.figure for entry in MEASURES.values()), "ne_best", "calibration", "num_missing")
+    for run in runs[:MAX_RUNS]:
+        names = dict.fromkeys(key.removesuffix("/mse") for key in run.figures if key.endswith("/mse"))
+        tasks = [name for name in names if name.removeprefix("test_") == name or name.removeprefix("test_") not in names]
+        rows += [(run.name, task, *(figure_text(run.figures.get(f"{task}/{key}")) for key in keys)) for task in tasks]
+    headings = (*(entry.title for entry in MEASURES.values()), "best possible NE", "calibration", "labels missing")
+    return TextTable("Tasks", ("run", "task", *headings), tuple(rows)) if rows else None
 
 
 def segments_of(run: RunView) -> TextTable | None:

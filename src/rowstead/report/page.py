@@ -214,7 +214,12 @@ def _run_sections(runs: Sequence[RunView]) -> list[Section]:
         *charts_runs.draw_quality(charts_runs.quality_curves(runs), inks),
         charts_runs.draw_calibration(charts_runs.calibrations(runs), inks),
     ]
-    tables = [charts_runs.rankings_of(runs), *(charts_runs.segments_of(run) for run in runs[: charts_runs.MAX_RUNS])]
+    tasks = charts_runs.tasks_of(runs)
+    tables = [
+        None if tasks is None else _without_empty(tasks),
+        charts_runs.rankings_of(runs),
+        *(charts_runs.segments_of(run) for run in runs[: charts_runs.MAX_RUNS]),
+    ]
     return [
         Section(key="time", title="Steps and time", charts=_drawn(time)),
         Section(key="quality", title="Quality", charts=_drawn(quality), tables=[one for one in tables if one is not None]),
