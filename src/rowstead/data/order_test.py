@@ -106,7 +106,10 @@ def batch_columns(batch: StagedBatch, num_rows: int) -> list[NDArray[np.int64]]:
 
 
 def _label_codes(labels: NDArray[np.float32]) -> NDArray[np.int64]:
-    return np.where(np.isnan(labels), _MISSING, np.nan_to_num(np.round(labels * 100.0))).astype(np.int64)
+    """Of labels [R] or [R, T], the first one."""
+    labels = labels if labels.ndim == 1 else labels[:, 0]
+    codes = np.clip(np.round(labels.astype(np.float64) * 100.0), -(2.0**62), 2.0**62)
+    return np.where(np.isnan(labels), _MISSING, np.nan_to_num(codes)).astype(np.int64)
 
 
 def _first_ids(ids: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
