@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -17,6 +18,7 @@ from benchmarks.harness import chosen, publish
 from benchmarks.peers import has_fbgemm
 from benchmarks.reach import MODELS, QUICK_SIZES, SIZES, run_of
 from benchmarks.step import Model, PeerNet, of_recipe
+from benchmarks.tasks import score
 from rowstead.data.batch import Sparse
 from rowstead.spec.data import DataSpec, ParquetSpec
 from rowstead.training.build import build_model
@@ -117,3 +119,13 @@ def test_every_axis_of_growth_encloses_its_base(device: str) -> None:
         assert values == list(axis.values)
         assert values[0] <= getattr(BASE[device].shape, axis.field) <= values[-1]
         assert all(model.spec().tables for model in axis.models(BASE[device]))
+
+
+def test_scores_of_a_task_are_best_and_without_bias_where_the_model_is_the_teacher() -> None:
+    true_p = np.random.default_rng(0).uniform(0.05, 0.6, 1000).astype(np.float32)
+    counted = np.arange(1000) % 3 == 0
+    logits = np.log(true_p / (1 - true_p))
+    right, high = score(logits, true_p, counted), score(logits + 0.5, true_p, counted)
+    assert right.ne == pytest.approx(right.ne_best)
+    assert right.bias == pytest.approx(0, abs=1e-6)
+    assert (high.ne > right.ne, high.bias > 0.2) == (True, True)
