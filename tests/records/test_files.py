@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rowstead.records.files import json_line, write_atomic
+from rowstead.records.plain_files import read_plain
 from rowstead.spec.sizes import format_bytes
 
 
@@ -48,3 +50,15 @@ def test_figures_that_were_not_measured_are_left_out_of_json() -> None:
 @pytest.mark.parametrize(("num_bytes", "shown"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2.5e12, "2.5 TB")])
 def test_sizes_read_as_a_person_says_them(num_bytes: int, shown: str) -> None:
     assert format_bytes(num_bytes) == shown
+
+
+def test_reading_a_short_file_takes_no_memory_for_a_long_one(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b"x" * 1000)
+    tracemalloc.start()
+    try:
+        assert read_plain(tmp_path / "events.jsonl", 1 << 30) == b"x" * 1000
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(OSError, match="more than"):
+        read_plain(tmp_path / "events.jsonl", 999)

@@ -10,18 +10,23 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rowstead.records.events import EventLog
 from rowstead.records.run_folder import RunFolder
 from rowstead.records.store import RunStore, StoreEntry
+from rowstead.spec.catalogue import load_machine
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.record import Record
 from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.yaml_text import read_text
+from rowstead.ui import server
+from rowstead.ui.browse import Browser
 from rowstead.ui.server import FILES, MAX_BODY_BYTES, Ui, is_loopback
 from rowstead.ui.worker import Workers
 
@@ -362,3 +367,36 @@ def test_a_broken_measurement_of_this_machine_does_not_end_the_page(
     status, data = post(ui, "/api/plan", {"scenario": {}})
     assert status == 200
     assert len(data.splitlines()) > 8
+
+
+def test_runs_are_compared_with_the_settings_that_differ(ui: Ui) -> None:
+    for seed, ne in ((1, 0.8), (2, 0.7)):
+        folder = RunFolder.create(ui.runs, "compared")
+        folder.write_spec(load_recipe("quickstart", [f"data.synth.seed={seed}"]))
+        with closing(EventLog(folder.events_file)) as events:
+            for step in (10, 20):
+                events.write("evaluation", step=step, ne=ne)
+        record = Record(kind="measured", name="c", spec_digest="d", date="2026-11-15T12:00:00+00:00", figures={"ne": ne})
+        folder.write_record(record)
+    status, data = post(ui, "/api/compare", {"runs": ["compared-001", "compared-002"]})
+    assert status == 200
+    found = json.loads(data)
+    assert found["settings"] == [{"name": "data.synth.seed", "values": ["1", "2"]}]
+    assert [run["figures"]["ne"] for run in found["runs"]] == [0.8, 0.7]
+    assert found["runs"][1]["curve"] == [[10 * 2048, 0.7], [20 * 2048, 0.7]]
+    for _ in range(3):  # a worker has as much memory for the next comparison as for the first
+        assert post(ui, "/api/compare", {"runs": ["compared-001", "compared-002"]})[0] == 200
+    for names in (["compared-001"], ["../compared-001", "compared-002"], "compared-001", [1, 2], ["compared-001"] * 7):
+        assert post(ui, "/api/compare", {"runs": names})[0] == 400
+
+
+def test_the_page_starts_on_this_machine_with_the_newest_run(ui: Ui, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(server, "known_machines", lambda: ["laptop"])
+    assert server.start_facts(Browser(tmp_path, ui.workers))["scenario"]["machine"] == "dgx-h100"
+    monkeypatch.setattr(server, "known_machines", lambda: ["here", "laptop"])
+    monkeypatch.setattr(server, "known", lambda name: load_machine("laptop"))
+    for name in ("older", "newer"):
+        RunFolder.create(tmp_path, name).write_spec(load_recipe("quickstart"))
+    facts = server.start_facts(Browser(tmp_path, ui.workers))
+    assert facts["scenario"]["machine"] == "here"
+    assert (facts["runs"][0], facts["is_training"]) == ("newer-001", False)

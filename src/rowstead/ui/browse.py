@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rowstead.records.events import read_events
+from rowstead.records.files import is_figure
 from rowstead.records.run_folder import RunFolder, runs_in
 from rowstead.records.store import RunStore, entries_of
 from rowstead.records.studies import count_kinds, newest
+from rowstead.report.theme import thinned
 from rowstead.spec.errors import RowsteadError
 from rowstead.ui.worker import Workers
 
@@ -22,6 +25,11 @@ SHOWN = ("samples_per_s", "ne", "auc", "num_samples", "train_s")
 """Figures in the list of runs."""
 MAX_KEPT_BYTES = 64 << 20
 """Reports that are kept in memory, the most recently read first."""
+MAX_CURVES, MAX_POINTS = 60, 40
+"""Most runs with a curve in the list, the newest, and most points of each."""
+MAX_EVENTS_BYTES = 16 << 20
+"""The curve of a longer event file is in the run's report only."""
+MAX_COMPARED = 6
 MAX_LISTED = 500
 """Most runs and studies in the lists: the newest. The page says how many there are."""
 
@@ -101,11 +109,14 @@ class Browser:
     def __init__(self, root: Path, workers: Workers) -> None:
         self.root = root
         self._reports = Reports(workers)
+        self._curves: dict[Path, tuple[tuple[int, int, int], list[tuple[int, float]]]] = {}
 
     def listing(self) -> dict[str, Any]:
         """The runs, the newest first, and the studies."""
         found = list(reversed(runs_in(self.root)))
         runs = [_facts(run) for run in found[:MAX_LISTED]]
+        for run, facts in zip(found[:MAX_CURVES], runs, strict=False):
+            facts["curve"] = self._curve(run)
         return {"root": str(self.root), "num_runs": len(found), "runs": runs, "studies": self._studies()}
 
     def names(self) -> list[str]:
@@ -120,6 +131,39 @@ class Browser:
             counts = {"num_measured": measured, "num_predicted": predicted, "num_failed": failed}
             listed.append({"name": name, "kind": source, **counts})
         return listed[::-1]
+
+    def _curve(self, run: RunFolder) -> list[tuple[int, float]]:
+        """NE by step, a few points of it, read again only when the run's event file has changed."""
+        try:
+            facts = run.events_file.stat()
+        except OSError:
+            return []
+        state = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        kept = self._curves.get(run.path)
+        if kept is None or kept[0] != state:
+            events = []
+            if facts.st_size <= MAX_EVENTS_BYTES:
+                with contextlib.suppress(RowsteadError, OSError):
+                    events = read_events(run.events_file)
+            points = [
+                (event["step"], event["ne"]) for event in events if event["kind"] == "train" and is_figure(event.get("ne"))
+            ]
+            kept = self._curves[run.path] = (state, thinned(points, MAX_POINTS))
+        return kept[1]
+
+    def num_training(self) -> int:
+        """How many runs are training now."""
+        return sum(run.is_training for run in runs_in(self.root))
+
+    def chosen(self, names: Any) -> list[RunFolder]:
+        """The runs of these names, to compare them."""
+        if (
+            not isinstance(names, list)
+            or not 2 <= len(names) <= MAX_COMPARED
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise RowsteadError(f"give the names of 2 to {MAX_COMPARED} runs")
+        return [self.run(name) for name in names]
 
     def run(self, name: str) -> RunFolder:
         """The run with this name, compared with the names of existing runs and never used as a path."""

@@ -9,7 +9,10 @@ from typing import Any
 import yaml
 
 from rowstead.records.run_folder import RunFolder
+from rowstead.report import charts_runs
+from rowstead.report.inputs import RunView, gather
 from rowstead.report.page import report_page
+from rowstead.report.theme import words_of
 from rowstead.spec.errors import RowsteadError, did_you_mean
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.run import load_recipe, recipe_names
@@ -17,6 +20,11 @@ from rowstead.spec.yaml_text import read_text
 from rowstead.ui.scenario import Scenario, checked_base, scenario_of, spec_of
 from rowstead.ui.whatif import answers
 from rowstead.ui.worker import serve_jobs
+
+MAX_SETTINGS = 40
+"""Most settings in a comparison."""
+MAX_POINTS = 200
+"""Most points of a curve in a comparison."""
 
 
 def plan(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -58,5 +66,40 @@ def report(request: dict[str, Any]) -> Iterator[str]:
     yield report_page([Path(request["path"])])
 
 
+def compare(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Runs beside each other: figures, NE over samples, and the settings that differ."""
+    views = [gather([folder]).runs[0] for folder in request["folders"]]
+    views.sort(key=lambda one: one.ne is None)  # the first is what the others are compared with
+    specs = [{} if one.spec is None else dict(_flat(to_plain(one.spec))) for one in views]
+    names = [
+        name
+        for name in dict.fromkeys(name for spec in specs for name in spec)
+        if len({str(spec.get(name)) for spec in specs}) > 1
+    ]
+    settings = [
+        {"name": name, "values": [words_of(spec[name])[:80] if name in spec else "" for spec in specs]}
+        for name in names[:MAX_SETTINGS]
+    ]
+    runs = [{"name": one.name, "figures": dict(one.figures), "curve": _curve(one)} for one in views]
+    yield {"runs": runs, "settings": settings}
+
+
+def _curve(run: RunView) -> list[tuple[float, float]]:
+    """NE over samples, of evaluations, or of training where there are fewer than two."""
+    size = 1 if run.spec is None else run.spec.train.batch_size
+    found = [charts_runs.curve(run, kind, "ne", most=MAX_POINTS) for kind in ("evaluation", "train")]
+    chosen = found[0] if len(found[0].steps) > 1 else found[1]
+    return [(step * size, value) for step, value in zip(chosen.steps, chosen.values, strict=True)]
+
+
+def _flat(plain: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe by their dotted names."""
+    if isinstance(plain, dict) and plain:
+        for key, value in plain.items():
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, plain
+
+
 if __name__ == "__main__":
-    serve_jobs({"plan": plan, "recipe": recipe, "save": save, "report": report})
+    serve_jobs({"compare": compare, "plan": plan, "recipe": recipe, "save": save, "report": report})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rowstead.records.events import RESUMED
 from rowstead.records.files import is_figure
-from rowstead.records.plain_files import is_count
+from rowstead.records.plain_files import is_count, open_plain
 from rowstead.records.run_folder import RunFolder, runs_in
 
 MAX_RUNS = 8
@@ -20,6 +22,13 @@ MAX_POINTS = 400
 """Most points of a curve; of more, every second one is dropped."""
 MAX_READ_BYTES = 16 << 20
 """Most bytes that one request reads of one file; the next one goes on from there."""
+ROLES = "roles"
+"""The folder of a fleet's usage files in its run, one file per role."""
+MAX_ROLES = 64
+MAX_TAIL_BYTES = 16 << 10
+"""Bytes at the end of a usage file that are read."""
+SILENT_S = 15.0
+"""A role without a sample for this long is shown as silent."""
 FIGURES = ("loss", "ne", "samples_per_s", "waiting_share", "num_samples")
 
 
@@ -53,10 +62,11 @@ class LiveRuns:
     def _facts(self, run: RunFolder) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             self._read(run)
-        followed = self._followed.get(run.path)
-        if followed is None:
-            return {"name": run.name, "points": []}
-        return {"name": run.name, "points": followed.points, "evaluation": followed.evaluation}
+        followed, roles = self._followed.get(run.path), roles_of(run)
+        facts: dict[str, Any] = {"name": run.name, "points": []}
+        if followed is not None:
+            facts |= {"points": followed.points, "evaluation": followed.evaluation}
+        return facts | {"roles": roles} if roles else facts
 
     def _read(self, run: RunFolder) -> None:
         """Take in the whole lines that were added to a run's event file."""
@@ -73,6 +83,45 @@ class LiveRuns:
         for line in data[:end].splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 _take(followed, json.loads(line))
+
+
+def roles_of(run: RunFolder, now_s: float | None = None) -> list[dict[str, Any]]:
+    """What each role of a fleet's run does now, from the last two samples in its usage file; empty for other runs."""
+    found = []
+    now_s = time.time() if now_s is None else now_s
+    for file in sorted((run.path / ROLES).glob("*.jsonl"), key=lambda file: _role_order(file.stem))[:MAX_ROLES]:
+        samples = _last_samples(file)
+        if not samples:
+            continue
+        last = samples[-1]
+        role: dict[str, Any] = {"name": file.stem, "is_silent": now_s - last["time_s"] > SILENT_S}
+        if is_figure(last.get("rss_bytes")):
+            role["rss_bytes"] = last["rss_bytes"]
+        if len(samples) == 2 and samples[0].get("incarnation") == last.get("incarnation"):
+            elapsed_s = last["time_s"] - samples[0]["time_s"]
+            for name, total in (("cores", "cpu_s"), ("samples_per_s", "num_samples")):
+                if elapsed_s > 0 and is_figure(last.get(total)) and is_figure(samples[0].get(total)):
+                    role[name] = max(0.0, (last[total] - samples[0][total]) / elapsed_s)
+        found.append(role)
+    return found
+
+
+def _role_order(name: str) -> tuple[str, int]:
+    kind, _, number = name.rpartition("-")
+    return kind, int(number) if number.isascii() and number.isdigit() else 0
+
+
+def _last_samples(file: Path) -> list[dict[str, Any]]:
+    """The last two samples of a role; fewer where there are fewer, or the file cannot be read."""
+    samples = []
+    with contextlib.suppress(OSError), os.fdopen(open_plain(file), "rb") as opened:
+        opened.seek(max(0, opened.seek(0, 2) - MAX_TAIL_BYTES))
+        for line in opened.read(MAX_TAIL_BYTES).splitlines()[-3:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                sample = json.loads(line)
+                if isinstance(sample, dict) and is_figure(sample.get("time_s")):
+                    samples.append(sample)
+    return samples[-2:]
 
 
 def _take(followed: _Followed, event: Any) -> None:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from rowstead.spec.catalogue import HERE
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.interactions import INTERACTIONS
 from rowstead.spec.parse import to_plain
-from rowstead.spec.phases import STEP
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RECIPES, recipe_names
 from rowstead.spec.stores import IN_PLANS, STORES
@@ -40,6 +40,8 @@ PAGE = Path(__file__).parent / "page"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/common.js": ("common.js", "text/javascript; charset=utf-8"),
+    "/runs.js": ("runs.js", "text/javascript; charset=utf-8"),
     "/app.css": ("app.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -282,6 +284,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._stream(lines)
         elif path == "/api/save":
             self._json(*workers.run("save", scenario=request.get("scenario"), base=base))
+        elif path == "/api/compare":
+            folders = self.browser.chosen(request.get("runs"))
+            self._json(*self.ui.report_workers.run("compare", folders=[str(folder.path) for folder in folders]))
         elif path == "/api/recipe":
             folder = str(self.browser.run(name).path) if isinstance(name := request.get("run"), str) else None
             self._json(*workers.run("recipe", name=request.get("name"), folder=folder, text=request.get("text")))
@@ -358,17 +363,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def start_facts(browser: Browser) -> dict[str, Any]:
-    """What the page needs to start."""
+    """What the page needs to start: on this machine, if it was calibrated, with the recipe of the newest run."""
+    machines = known_machines()
     return {
         "recipes": [{"name": name, "about": _about(name)} for name in recipe_names()],
-        "machines": _titles({name: known(name) for name in known_machines()}),
+        "machines": _titles({name: known(name) for name in machines}),
         "placements": _titles({name: STORES[name] for name in IN_PLANS}),
-        "phases": [phase.value for phase in STEP],
         "row_optimizers": _titles(ROW_OPTIMIZERS),
         "interactions": _titles(INTERACTIONS),
-        "scenario": to_plain(Scenario()),
+        "scenario": to_plain(Scenario(machine=HERE) if HERE in machines else Scenario()),
         "left_out": trouble_here(),
         "runs": browser.names(),
+        "is_training": bool(browser.num_training()),
     }
 
 

@@ -1,46 +1,7 @@
 // The what-if page. All numbers come from the server; text is only ever set as text, never as markup.
 
-const by = (id) => document.getElementById(id);
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === 'class') node.className = value;
-    else if (value !== undefined && value !== null) node.setAttribute(name, value);
-  }
-  node.append(...children.filter((child) => child !== undefined && child !== null));
-  return node;
-}
-
-function drawn(tag, attributes = {}, ...children) {
-  const node = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-// numbers as people read them
-
-function count(value) {
-  if (value >= 1e12) return trim(value / 1e12) + ' T';
-  if (value >= 1e9) return trim(value / 1e9) + ' G';
-  if (value >= 1e6) return trim(value / 1e6) + ' M';
-  if (value >= 1e4) return trim(value / 1e3) + ' k';
-  return value >= 100 ? Math.round(value).toLocaleString('en') : trim(value);
-}
-const trim = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toPrecision(3)).replace(/\.0+$/, '').replace(/(\.\d*?)0+$/, '$1');
-function bytes(value) {
-  for (const unit of ['B', 'KB', 'MB', 'GB', 'TB']) {
-    if (value < 1000 || unit === 'TB') return (unit === 'B' ? Math.round(value) : trim(value)) + ' ' + unit;
-    value /= 1000;
-  }
-}
-const percent = (share) => (share > 0 && share < 0.01 ? '< 1 %' : Math.round(100 * share) + ' %');
-const watts = (value) => (value >= 1e6 ? trim(value / 1e6) + ' MW' : value >= 1e4 ? trim(value / 1e3) + ' kW' : Math.round(value).toLocaleString('en') + ' W');
-function seconds(value) {
-  if (value >= 1) return trim(value) + ' s';
-  return value >= 1e-3 ? trim(value * 1e3) + ' ms' : trim(value * 1e6) + ' µs';
-}
+import { ask, by, bytes, change_text, count, drawn, figure, make, percent, seconds, trim, trouble, watts } from './common.js';
+import { follow, show_runs } from './runs.js';
 
 // what the sliders can be set to
 
@@ -107,14 +68,6 @@ const shown = () => (state.has_b ? ['A', 'B'] : ['A']);
 
 // requests
 
-async function ask(path, body, signal) {
-  const answer = await fetch(path, body === undefined ? {} : {
-    method: 'POST', body: JSON.stringify(body), signal, headers: { 'Content-Type': 'application/json', 'X-Rowstead': '1' },
-  });
-  if (!answer.ok) throw new Error((await answer.json()).error ?? answer.statusText);
-  return answer;
-}
-
 const asking = { A: null, B: null };
 
 async function plan(which) {
@@ -161,11 +114,6 @@ function take(which, line, mine) {
     draw_memories();
   }
   if (line.platform) one.platforms.set(line.platform.machine, line.platform);
-}
-
-function trouble(text) {
-  by('trouble').hidden = !text;
-  by('trouble').textContent = text ?? '';
 }
 
 let speaking;
@@ -274,7 +222,7 @@ function copy_to_b() {
   plan('B');
 }
 
-async function load(body, source) {
+async function load(body, source, { is_quiet = false } = {}) {
   try {
     const found = await (await ask('/api/recipe', body)).json();
     const { machine, placement, num_trainers, num_servers } = now().scenario;
@@ -282,7 +230,7 @@ async function load(body, source) {
     refresh_controls();
     moved();
   } catch (error) {
-    trouble(error.message);
+    if (!is_quiet) trouble(error.message);
   }
 }
 
@@ -297,10 +245,6 @@ async function save() {
 }
 
 // drawing
-
-function figure(what, value, more, kind = '') {
-  return make('div', { class: 'figure' }, make('div', { class: 'what' }, what), make('div', { class: 'value ' + kind }, value), more ? make('div', { class: 'more' }, more) : null);
-}
 
 function title(which) {
   const { name, scenario } = state[which];
@@ -320,16 +264,19 @@ function draw_cards() {
       return box;
     }
     const other = which === 'B' && state.A.answer?.fleet.fits ? state.A.answer.fleet : {};
-    const change = (key) => { // of B against A
-      const percents = Math.round(100 * (fleet[key] / other[key] - 1));
-      return other[key] ? `, ${percents > 0 ? '+' : percents < 0 ? '−' : '±'}${Math.abs(percents)} % against A` : '';
+    const against = (node, key, more_is_better) => { // what B changes
+      if (!node || !other[key] || fleet[key] === undefined) return node;
+      const change = fleet[key] / other[key] - 1;
+      const kind = Math.abs(change) < 0.0005 || more_is_better === null ? '' : (change > 0) === more_is_better ? ' good' : ' bad';
+      node.querySelector('.value').after(make('div', { class: 'change' + kind }, change_text(fleet[key], other[key]) + ' against A'));
+      return node;
     };
     const full = fleet.memories.map((one) => one.needed_bytes / one.usable_bytes);
     const held = fleet.bottlenecks[0];
     box.append(...[
-      figure('throughput', count(fleet.samples_per_s), 'samples/s' + change('samples_per_s')),
-      fleet.watts === undefined ? null : figure('power', watts(fleet.watts), `${trim(fleet.samples_per_j)} samples/J${change('samples_per_j')}`),
-      figure('one step', seconds(fleet.step_s), fleet.servers + (fleet.num_readers === undefined ? '' : `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`)),
+      against(figure('throughput', count(fleet.samples_per_s), 'samples/s'), 'samples_per_s', true),
+      fleet.watts === undefined ? null : against(figure('efficiency', trim(fleet.samples_per_j), `samples/J at ${watts(fleet.watts)}`), 'samples_per_j', true),
+      against(figure('one step', seconds(fleet.step_s), fleet.servers + (fleet.num_readers === undefined ? '' : `, ${fleet.num_readers} reader${fleet.num_readers > 1 ? 's' : ''}`)), 'step_s', false),
       figure('memory', percent(Math.max(...full)) + ' full', `tables ${bytes(model.table_bytes)}, in ${fleet.placement}`),
       figure('bottleneck', held?.resource ?? '', held ? `if twice as fast: ${Math.round(100 * held.saved_share)} % shorter steps` : '', 'text'),
       figure('per example', count(model.ids_per_sample) + ' ids', `${count(model.flops_per_sample)} operations`, 'text'),
@@ -361,7 +308,9 @@ function draw_platforms() {
       const track = make('span', { class: 'track', 'aria-hidden': 'true' }, make('i'));
       track.firstChild.style.width = (100 * (figure_ ?? 0)) / most + '%';
       const text = one === undefined ? '…' : !one.fits ? 'does not fit' : figure_ === undefined ? 'unknown' : count(figure_);
-      return make('div', { class: 'bar of-' + which.toLowerCase() }, track, make('b', { class: one && !one.fits ? 'bad' : '' }, text));
+      const before = which === 'B' ? value('A', name) : undefined;
+      const change = before && figure_ !== undefined && figure_ !== before ? make('span', { class: 'quietly' }, change_text(figure_, before)) : null;
+      return make('div', { class: 'bar of-' + which.toLowerCase() }, track, make('b', { class: one && !one.fits ? 'bad' : '' }, text), change);
     });
     const both = (pick) => {
       const texts = shown().map((which) => (of(which)?.fits ? pick(of(which)) : ''));
@@ -386,55 +335,67 @@ function draw_timelines() {
   by('timelines').replaceChildren(...shown().flatMap((which) => {
     const slots = state[which].answer?.fleet.timeline;
     if (!slots?.length) return [];
-    return [make('div', { class: 'quietly' }, title(which)), timeline(which, slots, longest), phase_legend(slots)];
+    return [make('div', { class: 'timeline-of' }, make('div', { class: 'quietly' }, title(which)), timeline(which, slots, longest)), tasks_table(which, slots)];
   }));
 }
 
-const phase_color = (phase) => `var(--p${state.start.phases.indexOf(phase)})`;
-
-function phase_legend(slots) {
-  const phases = state.start.phases.filter((phase) => slots.some((slot) => slot.phase === phase));
-  return make('ul', { class: 'legend' }, ...phases.map((phase) => {
-    const mark = make('i');
-    mark.style.background = phase_color(phase);
-    return make('li', {}, mark, phase);
-  }));
+const lane_color = (lane) => `var(--p${Math.max(0, LANES.indexOf(lane))})`;
+const LABEL_PX = 6.6; // of a letter
+/** Labels that fit beside each other, each below its block: those of the longest blocks first. */
+function labels_below(slots, at, right) {
+  const taken = [];
+  return [...slots].sort((one, other) => other.end_s - other.start_s - (one.end_s - one.start_s)).flatMap((slot) => {
+    const wide = LABEL_PX * slot.task.length, from = Math.min(at(slot.start_s), right - wide), to = from + wide;
+    if (taken.some(([a, b]) => from < b + 8 && to > a - 8)) return [];
+    taken.push([from, to]);
+    return [{ slot, from }];
+  });
 }
 
 function timeline(which, slots, longest) {
   const lanes = [...new Set(slots.map((slot) => slot.resource))].sort((x, y) => LANES.indexOf(x) - LANES.indexOf(y));
-  const width = Math.max(320, by('timelines').clientWidth || 900), left = 104, height = 26, drawn_width = width - left - 8;
-  const at = (time) => left + (time / longest) * drawn_width;
+  const width = Math.max(320, by('timelines').clientWidth || 900), left = 104, right = width - 8, height = 42, block = 20;
+  const at = (time) => left + (time / longest) * (right - left);
   const end = Math.max(...slots.filter((slot) => !slot.is_overlapped).map((slot) => slot.end_s));
   const svg = drawn('svg', { class: 'timeline', viewBox: `0 0 ${width} ${lanes.length * height + 22}`, role: 'img', 'aria-label': `Timeline of one step of ${seconds(end)}: ` + lanes.map((lane) => `${lane} busy ${seconds(slots.filter((s) => s.resource === lane).reduce((sum, s) => sum + s.end_s - s.start_s, 0))}`).join(', ') });
+  const text = (where, content) => {
+    const node = drawn('text', where);
+    node.textContent = content;
+    svg.append(node);
+  };
   lanes.forEach((lane, row) => {
-    const label = drawn('text', { x: 0, y: row * height + 17, class: 'quiet-text' });
-    label.textContent = lane;
-    svg.append(label, drawn('rect', { x: left, y: row * height + 3, width: drawn_width, height: height - 6, rx: 4, class: 'lane' }));
-    for (const slot of slots.filter((one) => one.resource === lane)) {
+    const top = row * height + 2, of_lane = slots.filter((one) => one.resource === lane);
+    text({ x: 0, y: top + 14, class: 'quiet-text lane-name' }, lane);
+    svg.append(drawn('rect', { x: left, y: top, width: right - left, height: block, rx: 4, class: 'lane' }));
+    const is_wide = (slot) => at(slot.end_s) - at(slot.start_s) > LABEL_PX * slot.task.length + 10 && !slot.is_overlapped;
+    for (const slot of of_lane) {
       const wide = Math.max(1.2, at(slot.end_s) - at(slot.start_s));
-      const box = drawn('rect', { x: at(slot.start_s), y: row * height + 4.5, width: wide, height: height - 9, rx: Math.min(3, wide / 2), fill: phase_color(slot.phase), 'fill-opacity': slot.is_overlapped ? 0.4 : 1, 'data-task': slot.task, 'data-phase': slot.phase });
+      const box = drawn('rect', { x: at(slot.start_s), y: top + 1.5, width: Math.max(1.2, wide - 1), height: block - 3, rx: Math.min(3, wide / 2), fill: lane_color(lane), 'fill-opacity': slot.is_overlapped ? 0.4 : 1, 'data-task': slot.task, 'data-resource': lane });
       const hint = drawn('title');
       hint.textContent = `${slot.phase}: ${slot.task}${slot.is_overlapped ? ' (overlapped)' : ''}, ${seconds(slot.end_s - slot.start_s)}`;
       box.append(hint);
       svg.append(box);
-      if (wide > 7 * slot.task.length + 8 && !slot.is_overlapped) {
-        const name = drawn('text', { x: at(slot.start_s) + 5, y: row * height + 17, class: 'on-block' });
-        name.textContent = slot.task;
-        svg.append(name);
-      }
+      if (is_wide(slot)) text({ x: at(slot.start_s) + 5, y: top + 14.5, class: 'on-block' }, slot.task);
     }
+    for (const { slot, from } of labels_below(of_lane.filter((slot) => !is_wide(slot)), at, right)) text({ x: from, y: top + block + 13, class: 'quiet-text below' }, slot.task);
   });
-  for (const share of [0, 0.5, 1]) {
-    const tick = drawn('text', { x: left + share * drawn_width, y: lanes.length * height + 16, 'text-anchor': share === 0 ? 'start' : share === 1 ? 'end' : 'middle', class: 'quiet-text' });
-    tick.textContent = share ? seconds(longest * share) : '0';
-    svg.append(tick);
-  }
+  for (const share of [0, 0.5, 1]) text({ x: left + share * (right - left), y: lanes.length * height + 16, 'text-anchor': share === 0 ? 'start' : share === 1 ? 'end' : 'middle', class: 'quiet-text' }, share ? seconds(longest * share) : '0');
   return svg;
 }
 
+function tasks_table(which, slots) {
+  const heads = ['Task', 'Phase', 'Resource', 'starts', 'takes'].map((text, i) => make('th', { scope: 'col', class: i > 2 ? 'number' : '' }, text));
+  const rows = [...slots].sort((x, y) => x.start_s - y.start_s).map((slot) => make('tr', {}, make('th', { scope: 'row' }, slot.task), make('td', {}, slot.phase + (slot.is_overlapped ? ' (overlapped)' : '')), make('td', {}, slot.resource), make('td', { class: 'number' }, seconds(slot.start_s)), make('td', { class: 'number' }, seconds(slot.end_s - slot.start_s))));
+  const table = make('table', { 'aria-label': `Tasks of a step of ${which}` }, make('thead', {}, make('tr', {}, ...heads)), make('tbody', {}, ...rows));
+  const details = make('details', { class: 'tasks' }, make('summary', {}, `${slots.length} tasks`), make('div', { class: 'wide', tabindex: 0, role: 'region', 'aria-label': `Tasks of a step of ${which}` }, table));
+  details.open = open_tasks.has(which);
+  details.addEventListener('toggle', () => (details.open ? open_tasks.add(which) : open_tasks.delete(which)));
+  return details;
+}
+const open_tasks = new Set();
+
 function draw_memories() {
-  by('memories').replaceChildren(...shown().flatMap((which) => (state[which].answer?.fleet.memories ?? []).map((one) => {
+  by('memories').replaceChildren(...shown().map((which) => make('div', { class: 'memories' }, ...(state[which].answer?.fleet.memories ?? []).map((one) => {
     const share = one.needed_bytes / one.usable_bytes;
     const fill = make('i');
     fill.style.width = Math.min(100, 100 * share) + '%';
@@ -442,7 +403,7 @@ function draw_memories() {
       make('div', { class: 'what' }, make('span', {}, `${which}: ${one.what}`), make('b', {}, percent(share))),
       make('div', { class: 'track', 'aria-hidden': 'true' }, fill),
       make('div', { class: 'quietly' }, `${bytes(one.needed_bytes)} of ${bytes(one.usable_bytes)} usable`));
-  })));
+  }))));
 }
 
 function draw() {
@@ -452,96 +413,22 @@ function draw() {
   draw_memories();
 }
 
-// runs
-
-async function show_runs() {
-  const found = await (await ask('/api/runs')).json();
-  const some = found.num_runs > found.runs.length ? ` ${found.runs.length} of them are listed.` : '';
-  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} under ${found.root}, the newest first.${some}` : `No runs under ${found.root} yet. Run rowstead train to create one.`;
-  by('all-runs').hidden = !found.num_runs && !found.studies.length;
-  by('studies').hidden = !found.studies.length;
-  const heads = ['Study', 'Kind', 'measured', 'predicted', 'failed'].map((text, i) => make('th', { scope: 'col', class: i > 1 ? 'number' : '' }, text));
-  const rows = found.studies.map((one) => make('tr', {}, make('th', { scope: 'row' }, one.name), make('td', {}, one.kind), ...[one.num_measured, one.num_predicted, one.num_failed].map((n) => make('td', { class: 'number' }, n.toLocaleString('en')))));
-  by('study-list').replaceChildren(make('thead', {}, make('tr', {}, ...heads)), make('tbody', {}, ...rows));
-  by('run-list').hidden = !found.num_runs;
-  const columns = [['samples_per_s', 'samples/s', count], ['ne', 'NE', (x) => x.toFixed(4)], ['auc', 'AUC', (x) => x.toFixed(4)], ['num_samples', 'samples', count], ['train_s', 'time', seconds]];
-  const head = make('thead', {}, make('tr', {}, ...['Run', 'Date', 'Status', ...columns.map(([, text]) => text), ''].map((text, i) => make('th', { scope: 'col', class: i > 2 && i < 8 ? 'number' : '' }, text))));
-  const body = make('tbody', {}, ...found.runs.map((run) => {
-    const plan_it = make('button', { type: 'button', class: 'quiet' }, 'Plan with it');
-    plan_it.setAttribute('aria-label', `Plan with the recipe of ${run.name}`);
-    plan_it.addEventListener('click', async () => {
-      await load({ run: run.name }, 'run:' + run.name);
-      view('plan');
-    });
-    return make('tr', {},
-      make('th', { scope: 'row' }, make('a', { href: '/report/' + encodeURIComponent(run.name), target: '_blank', rel: 'noopener' }, run.name)),
-      make('td', {}, run.date?.slice(0, 16).replace('T', ' ') ?? ''),
-      make('td', { class: 'status ' + run.status, title: run.why }, run.error ?? (run.why ? `failed: ${run.why}` : run.status)),
-      ...columns.map(([key, , format]) => make('td', { class: 'number' }, run.figures?.[key] === undefined ? '' : format(run.figures[key]))),
-      make('td', {}, plan_it));
-  }));
-  by('run-list').replaceChildren(make('caption', { class: 'spoken' }, 'Runs'), head, body);
-}
-
-// runs that are training
-
-let following;
-async function follow() {
-  clearTimeout(following);
-  if (by('runs').hidden) return;
-  try {
-    const found = await (await ask('/api/live')).json();
-    const before = by('live-list').dataset.names ?? '', names = found.map((one) => one.name).join('\n');
-    by('live').hidden = !found.length;
-    by('live-list').dataset.names = names;
-    by('live-list').replaceChildren(...found.map(live_run));
-    if (before && before !== names) show_runs(); // one has ended or begun
-  } catch (error) {
-    trouble(error.message);
-  }
-  following = setTimeout(follow, 1500);
-}
-
-function live_run(run) {
-  const last = run.points.at(-1), whole = last === undefined;
-  const box = make('div', { class: 'live-run', 'data-run': run.name }, make('div', { class: 'name' }, run.name));
-  if (whole) {
-    box.append(make('p', { class: 'note' }, 'starting: no steps were logged yet'));
-    return box;
-  }
-  const evaluated = run.evaluation ? `last evaluation ${run.evaluation.ne.toFixed(4)} at step ${run.evaluation.step.toLocaleString('en')}` : '';
-  box.append(figure('step', last.step.toLocaleString('en'), `${count(last.num_samples ?? 0)} samples`));
-  box.append(figure('waiting for data', percent(last.waiting_share ?? 0), 'of the time'));
-  for (const [key, what, show, more] of [['ne', 'NE', (x) => x.toFixed(4), evaluated], ['loss', 'loss', (x) => x.toFixed(4), ''], ['samples_per_s', 'samples/s', count, '']]) {
-    const points = run.points.filter((point) => point[key] !== undefined);
-    if (!points.length) continue;
-    const part = figure(what, show(points.at(-1)[key]), more);
-    part.append(sparkline(what, points.map((point) => [point.step, point[key]]), show));
-    box.append(part);
-  }
-  return box;
-}
-
-function sparkline(what, points, show) {
-  const values = points.map(([, y]) => y), low = Math.min(...values), high = Math.max(...values), width = 150, height = 36;
-  const from = points[0][0], to = Math.max(points.at(-1)[0], from + 1);
-  const x = (step) => 2 + ((width - 4) * (step - from)) / (to - from), y = (value) => height - 3 - ((height - 6) * (value - low)) / (high - low || 1);
-  const svg = drawn('svg', { class: 'sparkline', viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': `${what} from step ${from} to ${to}: between ${show(low)} and ${show(high)}` });
-  svg.append(drawn('polyline', { points: points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(' ') }));
-  svg.append(drawn('circle', { cx: x(points.at(-1)[0]), cy: y(values.at(-1)), r: 2.5 }));
-  return svg;
-}
-
 function view(name) {
   for (const one of ['plan', 'runs']) {
     by(one).hidden = one !== name;
     by('view-' + one).setAttribute('aria-pressed', String(one === name));
   }
   by('short').hidden = name !== 'plan';
+  if (location.hash !== '#' + name) history.replaceState(null, '', '#' + name);
   if (name === 'runs') {
-    show_runs().catch((error) => trouble(error.message));
-    follow();
+    show_runs(plan_with).catch((error) => trouble(error.message));
+    follow(plan_with);
   }
+}
+
+async function plan_with(name) {
+  await load({ run: name }, 'run:' + name);
+  view('plan');
 }
 
 async function begin() {
@@ -574,7 +461,9 @@ async function begin() {
   by('view-plan').addEventListener('click', () => view('plan'));
   by('view-runs').addEventListener('click', () => view('runs'));
   addEventListener('resize', draw_timelines);
-  plan('A');
+  if (state.start.runs.length) await load({ run: state.start.runs[0] }, 'run:' + state.start.runs[0], { is_quiet: true });
+  if (!state.A.base) plan('A');
+  if (location.hash === '#runs' || (state.start.is_training && !location.hash)) view('runs');
 }
 
 begin().catch((error) => trouble(error.message));
