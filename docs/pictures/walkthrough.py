@@ -1,12 +1,16 @@
-"""Takes the screenshots of docs/walkthrough.md: runs its commands for real on a small log, and photographs what they show.
+"""Takes the pictures of README.md, of docs/walkthrough.md, of `rowstead ui` and of docs/paper.html: `make pictures`.
+
+It runs the commands of the walkthrough for real on a small log and photographs what they show, trains the quickstart for the README's
+curves, and photographs docs/paper.html as it is.
 
 python -m docs.pictures.walkthrough [FOLDER]      needs Chromium and its driver, as the browser tests do
 
-FOLDER keeps the log, the runs and what the commands printed; build/walkthrough when left out. What is there is not done again.
+FOLDER keeps the logs, the runs and what the commands printed; build/walkthrough when left out. What is there is not done again.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -40,6 +44,7 @@ COMMANDS = {
     "describe": "data describe --recipe shop.yaml --picture log.html",
     "plan": "plan shop.yaml --on laptop,cpu-2s,bigbasin-32,dgx-h100",
     "train": "train shop.yaml",
+    "quickstart": "train quickstart --out quickstart",
     "tune": "tune shop.yaml --retune-for train.batch_size=4096 --trials 20 --name retuned --out best.yaml",
     "best": "train best.yaml",
     "report": "report --out report.html --title Shop",
@@ -74,7 +79,7 @@ def run(folder: Path) -> None:
 
 
 def photograph(folder: Path) -> None:
-    """The page of the log, the what-if page and the report."""
+    """The page of the log, the report, both views of `rowstead ui`, and the page of the study."""
     from rowstead.ui.server import Ui
     from tests.ui.browser import chromium, until
 
@@ -93,6 +98,9 @@ def photograph(folder: Path) -> None:
                 )
             )
             shoot(driver, name)
+        driver.get((HERE.parent / "paper.html").as_uri())
+        until(lambda: driver.execute_script("return document.querySelectorAll('.figure[data-drawn]').length"))
+        shoot(driver, "paper.png")
         ui = Ui(runs=folder / "runs")
         driver.get(ui.start())
         until(lambda: driver.execute_script("return document.querySelectorAll('#platforms tbody tr').length") > 8)
@@ -104,7 +112,27 @@ def photograph(folder: Path) -> None:
         until(lambda: "…" not in driver.execute_script("return document.getElementById('platforms').innerText"))
         time.sleep(1.0)  # bars move for a moment
         shoot(driver, "walkthrough-what-if.png")
+        driver.execute_script("document.getElementById('view-runs').click()")
+        until(lambda: driver.execute_script("return document.querySelectorAll('#run-list input').length") > 1)
+        driver.execute_script(
+            "document.querySelectorAll('#run-list input').forEach((one, index) => { if (index < 2) one.click() })"
+        )
+        until(lambda: driver.execute_script("return document.querySelectorAll('.run-curve').length") == 2)
+        driver.execute_script("scrollTo(0, 0)")
+        shoot(driver, "ui-runs.png")
         ui.close()
+
+
+def draw_quickstart(folder: Path) -> None:
+    """The README's picture, from the quickstart's run; its figures are kept as they are where they were measured from this run."""
+    from docs.pictures import make
+
+    measured = folder / "quickstart.json"
+    if not measured.exists():
+        measured.write_text(json.dumps(make.measure(folder / "quickstart")) + "\n")
+    make.FIGURES.write_text(measured.read_text())
+    make.PICTURE.write_text(make.draw(json.loads(measured.read_text())))
+    print(f"wrote docs/pictures/{make.PICTURE.name}")
 
 
 def shoot(driver: Any, name: str) -> None:
@@ -123,3 +151,4 @@ if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("build/walkthrough")
     run(where)
     photograph(where)
+    draw_quickstart(where)
