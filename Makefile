@@ -10,7 +10,7 @@ PEERS := fbgemm-gpu-cpu torchrec
 PEERS_NEED := tensordict torchmetrics tqdm pyre-extensions
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-slow newcomer test-statistical check format peers browser docs site paper clean help
+.PHONY: quickstart test test-slow newcomer test-statistical check format peers browser docs site paper pictures clean help
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ browser: ## Install what the browser tests need, or say what is missing
 
 paper: $(STAMP) ## Measure the study's sweeps in their quick size, predict its machines, write docs/paper.html (a quarter of an hour)
 	$(BIN)/python -m benchmarks.paper_html
+
+pictures: $(DEV_STAMP) browser ## Take the pictures of docs/pictures anew: README, walkthrough, ui, report, paper (some minutes)
+	$(BIN)/python -m docs.pictures.walkthrough
 
 docs: $(DEV_STAMP) ## Write the generated pages of docs/ anew
 	$(BIN)/python -m docs.generate

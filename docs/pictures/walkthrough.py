@@ -118,7 +118,10 @@ def photograph(folder: Path) -> None:
             "document.querySelectorAll('#run-list input').forEach((one, index) => { if (index < 2) one.click() })"
         )
         until(lambda: driver.execute_script("return document.querySelectorAll('.run-curve').length") == 2)
-        driver.execute_script("scrollTo(0, 0)")
+        driver.execute_script(
+            "const note = document.getElementById('runs-note'); note.textContent = note.textContent.replace(arguments[0], 'runs'); scrollTo(0, 0)",
+            str(folder / "runs"),
+        )
         shoot(driver, "ui-runs.png")
         ui.close()
 
