@@ -11,7 +11,7 @@ const chosen = new Set();
 export async function show_runs(plan_with) {
   const found = await (await ask('/api/runs')).json();
   const some = found.num_runs > found.runs.length ? ` ${found.runs.length} of them are listed.` : '';
-  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} under ${found.root}, the newest first.${some} Tick two or more to compare them.` : `No runs under ${found.root} yet. Run rowstead train to create one.`;
+  by('runs-note').textContent = found.num_runs ? `${found.num_runs.toLocaleString('en')} ${found.num_runs === 1 ? 'run' : 'runs'} in the folder ${found.root}, the newest first.${some} Tick two or more to compare them.` : `No runs under ${found.root} yet. Run rowstead train to create one.`;
   by('all-runs').hidden = !found.num_runs && !found.studies.length;
   by('studies').hidden = !found.studies.length;
   const heads = ['Study', 'Kind', 'measured', 'predicted', 'failed'].map((text, i) => make('th', { scope: 'col', class: i > 1 ? 'number' : '' }, text));
