@@ -134,7 +134,7 @@ def resume(
 @contextlib.contextmanager
 def _follow(callback: Callback | Sequence[Callback] | None, progress: bool | None) -> Iterator[Callback]:
     """The user's callbacks, and the progress bar."""
-    given = () if callback is None else (callback,) if isinstance(callback, Callback) else tuple(callback)
+    given = () if callback is None else tuple(callback) if isinstance(callback, Sequence) else (callback,)
     for one in given:
         if not isinstance(one, Callback):
             raise RowsteadError(f"callback: a {type(one).__name__} is not one; derive it from `rowstead.Callback`")

@@ -13,14 +13,19 @@ from tests.small_runs import small_spec
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_parameters_are_those_of_the_dense_net(name: str) -> None:
+    from rowstead.nn.encoders import build_encoder
     from rowstead.nn.network import build_network
 
     spec = load_recipe(name)
-    net = build_network(spec.model, spec.features, spec.tables)
+    parts = [build_network(spec.model, spec.features, spec.tables)]
+    for feature, width in zip(spec.features.expanded_sparse(), spec.network_shape.widths, strict=True):
+        if feature.encoder is not None:
+            assert feature.max_ids is not None
+            parts.append(build_encoder(feature.encoder, width=width, max_ids=feature.max_ids))
     biases_of_down = 0
     if spec.model.interaction.kind == "cross":  # the first of two layers has no bias there
         biases_of_down = spec.model.interaction.cross_layers * spec.model.interaction.cross_rank
-    assert step_work(spec).num_parameters - biases_of_down == sum(p.numel() for p in net.parameters())
+    assert step_work(spec).num_parameters - biases_of_down == sum(p.numel() for part in parts for p in part.parameters())
 
 
 def test_m3_needs_the_481_gb_that_its_recipe_says() -> None:

@@ -220,7 +220,7 @@ def test_the_digest_tells_specs_apart_and_does_not_depend_on_the_order_of_keys()
 
 
 def test_the_digest_is_the_same_on_every_machine() -> None:
-    assert digest({"model": to_plain(ModelSpec()), "list": [1, 2.5, None, "x"]}) == "fc7490394673a233"
+    assert digest({"model": to_plain(ModelSpec()), "list": [1, 2.5, None, "x"]}) == "29a2151019ead9a4"
 
 
 @pytest.mark.parametrize(

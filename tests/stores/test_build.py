@@ -23,20 +23,17 @@ from rowstead.stores.device import DeviceStore
 from rowstead.stores.mixed import MixedStore
 from rowstead.training import checkpoint
 from rowstead.training.build import build_model, plan_placement
+from rowstead.training.progress import Callback
 from tests.small_runs import small_spec
 
 CPU = torch.device("cpu")
 
 
-class RecordingCallback:
+class RecordingCallback(Callback):
     """Keeps the messages of a run."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-
-    def on_step(self, progress: object) -> None: ...
-
-    def on_evaluation(self, step: int, quality: object) -> None: ...
 
     def on_message(self, text: str) -> None:
         self.messages.append(text)
@@ -78,7 +75,7 @@ def test_a_run_says_where_its_tables_went_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     spec = small_spec("train.max_steps=2", "placement.sparse_1=ssd", f"memory.folder={tmp_path / 'rows'}", "device=cpu")
     heard = RecordingCallback()
-    result = train(spec, out=tmp_path / "run", callback=heard)  # type: ignore[arg-type]
+    result = train(spec, out=tmp_path / "run", callback=heard)
     table = next(text for text in heard.messages if text.startswith("tables")).splitlines()
     assert table[1].split() == ["sparse_0,", "sparse_2", "device", "3.6", "KB", "all", "fit"]
     assert table[2].split("  ")[-1] == "as the recipe says"

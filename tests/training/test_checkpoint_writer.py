@@ -30,7 +30,7 @@ from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint
 from rowstead.training.checkpoint_writer import CheckpointWriter
 from tests.distributed.thread_process_group import in_threads
-from tests.small_runs import RecordingCallback, assert_same_weights, small_spec
+from tests.small_runs import RecordingCallback, assert_same_weights, small_spec, wait_until
 from tests.stores.store_contract import KINDS, layouts, sparse_batches
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -148,7 +148,9 @@ def test_ctrl_c_twice_during_a_write_leaves_no_thread_and_nothing_half_written(
     held.callback = Interrupting(12)
     with pytest.raises(KeyboardInterrupt):
         train(small_spec("train.max_steps=30", "train.checkpoint_every=10"), out=tmp_path / "run", callback=held.callback)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+    wait_until(
+        lambda: not any(thread.name.startswith("checkpoint") for thread in threading.enumerate()), what="the thread's end"
+    )
     assert not [name for name in names_in(tmp_path / "run") if name.startswith(".tmp")]
 
 

@@ -54,10 +54,10 @@ def read_plain(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """The content of a regular file of at most `max_bytes`; an OSError for anything else."""
     with open(open_plain(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(size + 1) if size <= max_bytes else b""  # `read(n)` takes n bytes of memory, however short the file
-        while len(content) <= max_bytes and (more := file.read(1 << 20)):  # it has grown meanwhile
+        content = file.read(size + 1) if size <= max_bytes else None  # `read(n)` takes n bytes, however short the file
+        while content is not None and len(content) <= max_bytes and (more := file.read(1 << 20)):  # it has grown meanwhile
             content += more
-    if max(size, len(content)) > max_bytes:
+    if content is None or len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {format_bytes(max_bytes)}", str(path))
     return content
 
