@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from rowstead.data.columns import NO_GROUP
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.training.metrics import Evaluation, Quality
 
@@ -272,3 +273,15 @@ def test_gauc_is_the_weighted_mean_of_the_auc_of_each_group(rows: list[tuple[int
         assert found is None
         return
     assert found == pytest.approx(np.average([auc for auc, _ in by_group], weights=[count for _, count in by_group]))
+
+
+def test_examples_without_a_group_are_in_no_group() -> None:
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=200).astype(np.float32), (rng.random(200) < 0.5).astype(np.float32)
+    groups = rng.integers(0, 5, 200)
+    groups[rng.random(200) < 0.6] = NO_GROUP
+    known = groups != NO_GROUP
+    whole, part = Evaluation(), Evaluation()
+    whole.add(logits, labels, groups=groups)
+    part.add(logits[known], labels[known], groups=groups[known])
+    assert whole.quality(top_k=[3]).ranking == part.quality(top_k=[3]).ranking

@@ -32,6 +32,7 @@ from rowstead.spec.train import EarlyStopSpec, TrainSpec
 from rowstead.training import trained
 from rowstead.training.metrics import Evaluation, Quality
 from rowstead.training.progress import EarlyStopping, Position
+from rowstead.training.progress_bar import quality_line
 from rowstead.training.task_metrics import TaskEvaluation
 from tests.small_runs import small_plain, small_spec, tensors_in
 
@@ -168,11 +169,37 @@ def test_measures_of_a_task_are_those_of_the_examples_that_have_its_label() -> N
     assert figures["num_samples"] == 300
 
 
-def test_a_task_without_labels_cannot_be_evaluated() -> None:
-    evaluation = TaskEvaluation([TaskSpec(name="buy", label="bought")])
-    evaluation.add(np.zeros((3, 1), np.float32), np.full((3, 1), np.nan, np.float32))
-    with pytest.raises(DataError, match="nothing to evaluate of task `buy`: no example of the 3 has a label in `bought`"):
+def test_a_task_without_labels_is_left_out_and_named_and_the_first_one_must_have_some() -> None:
+    tasks = [TaskSpec(name="click"), TaskSpec(name="buy", label="bought")]
+    evaluation = TaskEvaluation(tasks)
+    labels = np.array([[0, np.nan], [1, np.nan], [0, np.nan]], np.float32)
+    evaluation.add(np.zeros((3, 2), np.float32), labels)
+    found = evaluation.quality()
+    assert (list(found.tasks), found.tasks_without_labels) == (["click"], ("buy",))
+    assert quality_line(found).endswith("; buy: no example has its label")
+    stop = EarlyStopping(TrainSpec(eval_every=1, early_stop=EarlyStopSpec(task="buy")), Position(), tasks)
+    with pytest.raises(DataError, match=r"follows task `buy`, but no evaluated example has a label in `bought`"):
+        stop.observe(found)
+    evaluation = TaskEvaluation(tasks)
+    evaluation.add(np.zeros((3, 2), np.float32), labels[:, ::-1])
+    with pytest.raises(DataError, match="nothing to evaluate of task `click`: no example of the 3 has a label in `click`"):
         evaluation.quality()
+
+
+def test_a_conversion_is_measured_where_there_was_a_click_whatever_the_log_has_elsewhere() -> None:
+    rng = np.random.default_rng(0)
+    click = rng.random(4000) < 0.1
+    buy = click & (rng.random(4000) < 0.2)
+    logits = np.tile(np.log(np.array([0.1 / 0.9, 0.2 / 0.8], np.float32)), (4000, 1))
+    found = []
+    for elsewhere in (0.0, np.nan):
+        evaluation = TaskEvaluation([TaskSpec(name="click"), TaskSpec(name="buy")], is_chain=True)
+        labels = np.stack([click, np.where(click, buy, elsewhere)], axis=1).astype(np.float32)
+        evaluation.add(logits, labels)
+        found.append(evaluation.quality().tasks["buy"])
+    assert found[0] == found[1]
+    assert found[0].num_samples == click.sum()
+    assert found[0].ne == pytest.approx(1, abs=0.02)
 
 
 def test_early_stopping_follows_the_task_and_the_measure_that_it_names() -> None:

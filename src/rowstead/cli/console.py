@@ -29,7 +29,8 @@ from rowstead.training.segments import Segments
 def quality_rows(quality: Quality) -> list[tuple[str, str]]:
     """An evaluation as names and values."""
     if quality.tasks:
-        return [(f"{task}: {name}", text) for task, one in quality.tasks.items() for name, text in quality_rows(one)]
+        rows = [(f"{task}: {name}", text) for task, one in quality.tasks.items() for name, text in quality_rows(one)]
+        return [*rows, *((task, "no example has its label") for task in quality.tasks_without_labels)]
     if quality.log_loss is None:
         rows = [("MSE", f"{quality.mse:.6g}"), ("mean prediction", f"{quality.mean_prediction:.6g}")]
         rows.append(("mean label", f"{quality.mean_label:.6g}"))

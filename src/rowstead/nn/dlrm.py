@@ -15,7 +15,7 @@ from rowstead.data.batch import Batch, Sparse
 from rowstead.data.row_encoder import RowEncoder
 from rowstead.kernels.layout import layout_of
 from rowstead.nn import layers
-from rowstead.nn.heads import head_of, losses_of
+from rowstead.nn.heads import TaskLosses, head_of, losses_of
 from rowstead.nn.histories import HistoryNetwork
 from rowstead.nn.nearest import Metric, nearest
 from rowstead.nn.network import Network, NetworkInputs, build_network
@@ -101,6 +101,8 @@ class DLRM(nn.Module):
         self.head = losses_of(spec) if spec.tasks else head_of(head)
         self.tasks = spec.tasks
         """The labels that it predicts; empty for the log's one label."""
+        self.is_chain = isinstance(self.head, TaskLosses) and self.head.is_chain
+        """Whether the second label can only be where the first one is."""
         self.log_keep_rate = math.log(negative_keep_rate)
         self._encoder = encoder
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from rowstead.spec.axis import AxisSpec, axis_from, check_combinations, check_names, with_settings
 from rowstead.spec.bounds import MAX_POINTS, AboveZero, AtLeastOne, Processes, up_to
 from rowstead.spec.errors import RowsteadError, SpecError, require
+from rowstead.spec.heads import HEADS
 from rowstead.spec.parse import parse
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS
 from rowstead.spec.run import RunSpec, read_recipe
@@ -72,7 +73,15 @@ def plain_recipe(spec: TuneSpec) -> Any:
 
 def base_run(spec: TuneSpec) -> RunSpec:
     """Return the run whose settings the search starts from."""
-    return parse(RunSpec, plain_recipe(spec))
+    run = parse(RunSpec, plain_recipe(spec))
+    for task in run.model.tasks[:1]:
+        has_ne = HEADS[task.loss].is_probability
+        require(
+            has_ne,
+            "recipe",
+            f"a search minimises NE, and `{task.name}`, the first of `model.tasks`, has none: list one with `bce` first",
+        )
+    return run
 
 
 def changes_of(spec: TuneSpec) -> dict[str, Any]:

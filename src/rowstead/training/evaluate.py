@@ -81,7 +81,11 @@ def evaluate(
     `top_k` the lengths of rankings for recall and NDCG within the log's groups.
     """
     evaluation: Evaluation | TaskEvaluation
-    evaluation = TaskEvaluation(model.tasks) if model.tasks else Evaluation(negative_keep_rate=negative_keep_rate)
+    evaluation = (
+        TaskEvaluation(model.tasks, is_chain=model.is_chain)
+        if model.tasks
+        else Evaluation(negative_keep_rate=negative_keep_rate)
+    )
     log = source.file_log
     group, segment = (None, None) if log is None else (log.spec.group, log.spec.segment)
     columns = () if log is None else log.spec.group_columns
@@ -97,7 +101,7 @@ def evaluate(
         if progress is not None:
             progress(evaluation.num_samples, source.num_samples)
     quality = evaluation.quality(train_rate, top_k=top_k, segment_column=segment or "")
-    if log is not None and quality.segments is not None:
+    if log is not None:
         quality = _with_names(quality, log)
     return quality
 

@@ -116,7 +116,7 @@ class Sample:
     @classmethod
     def read(cls, source: Source, max_samples: int) -> Sample:
         """Every so many examples of a source, at most about `max_samples`."""
-        every = max(1, -(-source.num_samples // max_samples))
+        every = max(1, -(-source.num_samples // max(1, max_samples)))
         dense, labels, weights, num_seen = [], [], [], 0
         bags: list[list[Bags]] = []
         for batch, _ in source.batches(EVAL_BATCH):

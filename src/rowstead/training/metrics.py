@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rowstead.data.columns import NO_GROUP
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.heads import HEADS, MEASURES, HeadKind, Measure
-from rowstead.training.ranking_metrics import GroupedExamples, Ranking
+from rowstead.training.ranking_metrics import MAX_GROUPED_SAMPLES, GroupedExamples, Ranking
 from rowstead.training.segments import Segments, SegmentSums
 
 Floats = NDArray[np.float64]
@@ -74,6 +75,8 @@ class Quality:
     """Of a task: the examples without its label, which its measures do not count; None with one label."""
     tasks: Mapping[str, Quality] = field(default_factory=dict)
     """Of a model with several labels: the measures of each. The others here are those of the first one."""
+    tasks_without_labels: tuple[str, ...] = ()
+    """Tasks that are not in `tasks`, since no example has their label."""
 
     def monitored(self, monitor: Measure | None, head: HeadKind) -> float:
         """The measure that early stopping follows, so that lower is better: AUC as -AUC. MSE where the set has no NE or AUC."""
@@ -102,12 +105,18 @@ class Quality:
 class Evaluation:
     """Collects predictions batch by batch and computes their Quality at the end."""
 
-    def __init__(self, *, negative_keep_rate: float = 1.0, exact_auc_samples: int = EXACT_AUC_SAMPLES) -> None:
+    def __init__(
+        self,
+        *,
+        negative_keep_rate: float = 1.0,
+        exact_auc_samples: int = EXACT_AUC_SAMPLES,
+        max_grouped: int = MAX_GROUPED_SAMPLES,
+    ) -> None:
         self._keep_rate = negative_keep_rate
         self._shift = float(np.log(negative_keep_rate))
         self._exact_auc_samples = exact_auc_samples
         self._kept: list[tuple[NDArray[np.float32], Floats, Floats]] = []
-        self._grouped, self._segments = GroupedExamples(), SegmentSums()
+        self._grouped, self._segments = GroupedExamples(max_grouped), SegmentSums()
         self._bins: tuple[Floats, Floats] | None = None
         self.num_samples = 0
         self._num_truths = 0
@@ -156,7 +165,8 @@ class Evaluation:
             self._by_logit[row] += np.bincount(index, weights=values, minlength=_LOGIT_BINS)
         scores = logits.astype(np.float32)
         if groups is not None:
-            self._grouped.add(scores, positive, negative, groups)
+            known = groups != NO_GROUP  # examples without a group are not one group
+            self._grouped.add(scores[known], positive[known], negative[known], groups[known])
         if segments is not None:
             total = positive + negative
             self._segments.add(segments, total, positive, prediction * total, positive * loss_if_1 + negative * loss_if_0)

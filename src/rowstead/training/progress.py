@@ -15,6 +15,7 @@ from rowstead.data.batch import Sparse
 from rowstead.data.row_order import Cursor
 from rowstead.records.events import EventLog
 from rowstead.records.tensorboard import ScalarWriter
+from rowstead.spec.errors import DataError
 from rowstead.spec.features import SparseFeatureSpec
 from rowstead.spec.heads import TaskSpec
 from rowstead.spec.record import Record
@@ -104,6 +105,11 @@ class EarlyStopping:
         if not self._tasks:
             return quality.monitored(rule.monitor, self._spec.loss)
         task = next((task for task in self._tasks if task.name == rule.task), self._tasks[0])
+        if task.name not in quality.tasks:
+            raise DataError(
+                f"early stopping follows task `{task.name}`, but no evaluated example has a label in `{task.label}`: "
+                "follow another task (train.early_stop.task), or evaluate examples that have it"
+            )
         return quality.tasks[task.name].monitored(rule.monitor, task.loss)
 
     @property

@@ -107,7 +107,8 @@ def brief_figures_of(progress: TrainProgress, width: int) -> str:
 def quality_line(quality: Quality) -> str:
     """An evaluation on one line."""
     if quality.tasks:
-        return "; ".join(f"{task}: {quality_line(one)}" for task, one in quality.tasks.items())
+        measured = [f"{task}: {quality_line(one)}" for task, one in quality.tasks.items()]
+        return "; ".join([*measured, *(f"{task}: no example has its label" for task in quality.tasks_without_labels)])
     if quality.log_loss is None:
         return f"MSE {quality.mse:.4g} · mean prediction {quality.mean_prediction:.4g}"
     parts = [f"log loss {quality.log_loss:.4f}"]

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.heads import HEADS, TaskSpec
-from rowstead.training.metrics import Evaluation, Quality
+from rowstead.training.metrics import EXACT_AUC_SAMPLES, Evaluation, Quality
+from rowstead.training.ranking_metrics import MAX_GROUPED_SAMPLES
 
 Floats = NDArray[np.float32]
 
@@ -18,9 +19,11 @@ Floats = NDArray[np.float32]
 class TaskEvaluation:
     """Collects predictions of several labels batch by batch and computes their Quality at the end."""
 
-    def __init__(self, tasks: Sequence[TaskSpec]) -> None:
-        self._tasks = tuple(tasks)
-        self._evaluations = [Evaluation() if HEADS[task.loss].is_probability else NumberEvaluation() for task in tasks]
+    def __init__(self, tasks: Sequence[TaskSpec], *, is_chain: bool = False) -> None:
+        """With `is_chain` the second task is measured where the first label is above 0: elsewhere its label says nothing of it."""
+        self._tasks, self._is_chain = tuple(tasks), is_chain
+        limits = {"exact_auc_samples": EXACT_AUC_SAMPLES // len(tasks), "max_grouped": MAX_GROUPED_SAMPLES // len(tasks)}
+        self._evaluations = [Evaluation(**limits) if HEADS[task.loss].is_probability else NumberEvaluation() for task in tasks]
         self.num_samples = 0
 
     def add(
@@ -35,6 +38,8 @@ class TaskEvaluation:
         """Add one batch: logits, labels and true_p [B, T], NaN where a label is missing; example weights, groups and segments [B]."""
         for index, evaluation in enumerate(self._evaluations):
             has_label = ~np.isnan(labels[:, index])
+            if self._is_chain and index == 1:
+                has_label &= labels[:, 0] > 0
             evaluation.add(
                 logits[has_label, index],
                 labels[has_label, index],
@@ -48,9 +53,11 @@ class TaskEvaluation:
     def quality(
         self, train_rate: float | None = None, *, top_k: Sequence[int] = (), segment_column: str = "segment"
     ) -> Quality:
-        """As `Evaluation.quality`, of all tasks; `train_rate` is not known of several labels."""
+        """As `Evaluation.quality`, of all tasks that have labels, of which the first must be one; `train_rate` is not known of several labels."""
         found = {}
         for task, evaluation in zip(self._tasks, self._evaluations, strict=True):
+            if not evaluation.num_samples and task is not self._tasks[0]:
+                continue
             if not evaluation.num_samples:
                 raise DataError(
                     f"there is nothing to evaluate of task `{task.name}`: no example of the {self.num_samples:,} has a label in "
@@ -61,7 +68,10 @@ class TaskEvaluation:
                 evaluation.quality(top_k=top_k, segment_column=segment_column), num_missing=num_missing
             )
         first = found[self._tasks[0].name]
-        return dataclasses.replace(first, num_samples=self.num_samples, num_missing=None, tasks=found)
+        without = tuple(task.name for task in self._tasks if task.name not in found)
+        return dataclasses.replace(
+            first, num_samples=self.num_samples, num_missing=None, tasks=found, tasks_without_labels=without
+        )
 
 
 class NumberEvaluation:

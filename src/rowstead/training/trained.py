@@ -133,6 +133,9 @@ def evaluate(
     the number of examples done and of all examples.
     """
     with as_files(data) as files:
+        for k in top_k or ():
+            if not isinstance(k, int) or k < 1:
+                raise RowsteadError(f"top_k: {k!r} is not a length of rankings; give whole numbers from 1 on, such as (5, 10)")
         trained = open_run(run, root=root, callback=callback)
         source = source or trained.source(files, split=split, group=group, segment=segment)
         return _evaluate(trained, source, callback, progress, top_k)
