@@ -160,6 +160,15 @@ def test_a_cluster_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pyte
             os.chown(known, 65534, 65534)
             assert find_cluster() is None
             os.chown(known, 0, 0)
+            os.seteuid(65534)
+            try:
+                of_another = socket.create_server(("127.0.0.1", 0))
+            finally:
+                os.seteuid(0)
+            with of_another:
+                known.write_text(f"127.0.0.1:{of_another.getsockname()[1]}\n")
+                assert find_cluster() is None, "another account has taken the port"
+            known.write_text(f"127.0.0.1:{listener.getsockname()[1]}\n")
         known.rename(tmp_path / "elsewhere")
         known.symlink_to(tmp_path / "elsewhere")
         assert find_cluster() is None

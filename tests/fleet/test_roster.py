@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rowstead.fleet.role_usage import RoleSampler, UsageReader
-from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster
+from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, read_address
 from rowstead.spec.errors import RowsteadError
 from tests.small_runs import wait_until
 
@@ -71,3 +71,12 @@ def test_a_sample_that_fails_is_skipped(tmp_path: Path) -> None:
         wait_until(lambda: len(calls) > 4, what="samples after the one that failed")
     found = [json.loads(line)["num_samples"] for line in (tmp_path / "usage.jsonl").read_text().splitlines()]
     assert found == [number for number in range(1, len(calls) + 1) if number != 2]
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{\xff}", b"{", b'{"kind": "reader"}', b"[" * 100_000])
+def test_a_file_that_is_no_address_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    file = RoleFiles(tmp_path, "reader", 0).address
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    with pytest.raises(RowsteadError, match="is not the address of a role"):
+        read_address(tmp_path, "reader", 0)

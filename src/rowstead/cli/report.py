@@ -66,7 +66,9 @@ def ui(
         str, typer.Option("--host", help="Address to listen on; one that is not loopback requires the printed token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for any free port.")] = 8642,
-    token: Annotated[bool, typer.Option("--token", help="Require a token on loopback as well.")] = False,
+    token: Annotated[
+        bool, typer.Option("--token", help="Require a token on loopback as well; the page is then not opened.")
+    ] = False,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     runs: Root = RUNS,
 ) -> None:
@@ -83,7 +85,7 @@ def ui(
     console = terminal()
     console.print(f"open {page.address}", soft_wrap=True)
     console.print("stop with Ctrl-C")
-    if open_:
+    if open_ and not token:  # all users of a machine see the command lines of browsers, and so the token
         webbrowser.open(page.address)
     ended.wait()
     page.close()

@@ -207,7 +207,7 @@ def save_checkpoint(
 
 def read_reader_progress(spec: RunSpec, folder: Path) -> list[str]:
     files = [assignment_log_path(folder, number) for number in range(fleet_of(spec).num_readers)]
-    return [file.read_text() if file.is_file() else "" for file in files]
+    return [file.read_bytes().decode(errors="replace") if file.is_file() else "" for file in files]
 
 
 def restore_reader_progress(folder: Path, progress: list[str]) -> None:

@@ -27,6 +27,9 @@ from rowstead.spec.errors import RowsteadError, install_command
 from rowstead.spec.fleet import FleetSpec, RoleKind
 from rowstead.spec.job import LAUNCHER
 
+_LISTENING = "0A"
+"""State of a socket in /proc/net/tcp."""
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -143,9 +146,22 @@ def find_cluster() -> str | None:
             address = file.read(1000).strip()
         host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()  # the file outlives a killed cluster
+        others = _listeners_at(int(port)) - {os.getuid()}
     except (OSError, ValueError):
         return None
-    return address
+    return None if others else address
+
+
+def _listeners_at(port: int) -> set[int]:
+    """The users whose processes listen at a TCP port of this machine: another may have taken the port of a cluster that is gone."""
+    users = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    users.add(int(fields[7]))
+    return users
 
 
 def _open_own(path: str, flags: int) -> int:

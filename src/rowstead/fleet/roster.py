@@ -20,6 +20,7 @@ from typing import Any
 
 from rowstead.fleet.local_process import POLL_INTERVAL_S
 from rowstead.records.files import write_atomic
+from rowstead.records.plain_files import parse_json, read_plain
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.fleet import RoleKind
 
@@ -102,10 +103,13 @@ def report_ready(folder: Path, kind: RoleKind, number: int, address: str, incarn
 
 def read_address(folder: Path, kind: RoleKind, number: int) -> RoleAddress | None:
     """Read the address file of a role; None before it was first ready."""
+    file = RoleFiles(folder, kind, number).address
     try:
-        return RoleAddress(**json.loads(RoleFiles(folder, kind, number).address.read_bytes()))
+        return RoleAddress(**parse_json(read_plain(file)))
     except FileNotFoundError:
         return None
+    except (OSError, TypeError, ValueError) as error:
+        raise RowsteadError(f"{file} is not the address of a role: {error}. Remove it, and start the role again") from None
 
 
 @contextlib.contextmanager

@@ -269,9 +269,11 @@ class FleetTrainer:
             self._save_interval.grow()
 
     def _save(self) -> None:
-        self._saved_steps, self._saved_s, stepper = self._num_steps, time.monotonic(), self._workers[0]
+        num_steps, stepper = self._num_steps, self._workers[0]
+        self._saved_s = time.monotonic()
         if self._fleet.tables == "remote":
             write_dense(dense_file(self._folder, self._number), stepper.dense_state())
+            self._saved_steps = num_steps
             return
         progress = read_reader_progress(self._spec, self._folder)
         position = dataclasses.replace(self._position)
@@ -279,6 +281,7 @@ class FleetTrainer:
         parts, keep = stepper.model.store.parts(), self._spec.train.keep_checkpoints
         folder = RunFolder(self._folder).checkpoints
         save_checkpoint(self._spec, self._roster, folder, position, stepper.dense_state(), parts, keep, progress)
+        self._saved_steps = num_steps
 
 
 def _device_of(spec: RunSpec, number: int) -> torch.device:
