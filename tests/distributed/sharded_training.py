@@ -85,7 +85,8 @@ def trained(settings: Settings, process_group: ProcessGroup) -> dict[str, Tensor
         plan = plan_shards(own, shards, process_group.world_size)
         return ShardedStore(plan, optimizer, process_group, make, dtype=dtype, device=device, wire=wire)
 
-    store = HistoryStore(layout, [build(one) for one in HistoryLayout(layout).stores]) if layout.is_history else build(layout)
+    parts = HistoryLayout(layout)
+    store = HistoryStore(parts, [build(one) for one in parts.stores]) if layout.is_history else build(layout)
     torch.manual_seed(1)
     model = DLRM(spec.model, spec.features, store).to(device, dtype)
     stepper = Stepper(model, spec.train, total_steps=10_000, process_group=process_group)

@@ -58,18 +58,27 @@ def test_an_id_that_does_not_fit_ends_a_run_before_the_step_and_keeps_those_befo
     assert checkpoint.load_latest(tmp_path / "run" / "checkpoints", print).step == 4
 
 
-def test_batches_are_checked_in_the_readers_thread_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
+SEEN = "{name: seen, column: sparse_1, num_rows: 50, pooling: none, max_ids: 4, encoder: {kind: attention}}"
+HISTORIES = f"features.sparse=[{{name: item, column: sparse_0, num_rows: 50}}, {SEEN}]"
+
+
+@pytest.mark.parametrize("changes", [(), (HISTORIES,)], ids=["pooled", "histories"])
+def test_batches_are_checked_in_the_readers_thread_and_nowhere_else(
+    changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, layouts = [], []
     check = batch_module.check_sparse
 
     def watched(*args: Any, **kwargs: Any) -> None:
         threads.append(threading.current_thread().name)
+        layouts.append(args[0])
         check(*args, **kwargs)
 
     monkeypatch.setattr(batch_module, "check_sparse", watched)
-    run.train(small_spec("train.max_steps=5"), out=tmp_path / "run")
+    run.train(small_spec("train.max_steps=5", *changes), out=tmp_path / "run")
     assert len(threads) >= 5
     assert set(threads) == {"prefetch"}
+    assert all(layout is layouts[0] for layout in layouts), "once for the whole batch, not again for its parts"
 
 
 def test_checks_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ MODEL = parse(ModelSpec, {"width": WIDTH, "top": [6], "interaction": {"kind": "c
 
 
 def store_of(optimizer: SparseOptimizerSpec, layout: Layout = LAYOUT) -> HistoryStore:
-    stores = [DeviceStore(one, optimizer, dtype=torch.float64) for one in HistoryLayout(layout).stores]
-    return HistoryStore(layout, stores)
+    parts = HistoryLayout(layout)
+    return HistoryStore(parts, [DeviceStore(one, optimizer, dtype=torch.float64) for one in parts.stores])
 
 
 def model_of(store: EmbeddingStore) -> DLRM:

@@ -114,14 +114,14 @@ def _one_feature(layout: Layout, index: int) -> Layout:
 
 
 class HistoryStore(JoinedStore):
-    """An EmbeddingStore of a layout with histories; `stores` have the layouts `HistoryLayout(layout).stores`.
+    """An EmbeddingStore of a layout with histories; `stores` have the very layouts `layout.stores`, for which its parts are marked as checked.
 
     `lookup` and the gradient of `update` are flat: see this module.
     """
 
-    def __init__(self, layout: Layout, stores: Sequence[EmbeddingStore], *, check: bool = True) -> None:
-        super().__init__(layout, stores, check=check)
-        self._parts_layout = HistoryLayout(layout)
+    def __init__(self, layout: HistoryLayout, stores: Sequence[EmbeddingStore], *, check: bool = True) -> None:
+        super().__init__(layout.whole, stores, check=check)
+        self._parts_layout = layout
 
     @property
     def device(self) -> torch.device | None:

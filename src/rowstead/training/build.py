@@ -82,7 +82,8 @@ def build_store(
     layout = layout_of(spec.features, spec.tables)
     if not layout.is_history:
         return build(layout)
-    return HistoryStore(layout, [build(one) for one in HistoryLayout(layout).stores], check=check)
+    parts = HistoryLayout(layout)
+    return HistoryStore(parts, [build(one) for one in parts.stores], check=check)
 
 
 def plan_placement(
