@@ -70,6 +70,19 @@ def test_vectors_and_gradients_are_those_of_the_papers_equations(spec: EncoderSp
 
 
 @EACH
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
+def test_all_parameters_get_zero_gradients_where_no_history_has_ids(spec: EncoderSpec, lengths: list[int]) -> None:
+    encoder = encoder_of(spec)
+    rows, offsets, target = drawn(lengths)
+    vectors = encoder(rows, offsets, target if spec.target else None)
+    assert torch.equal(vectors, torch.zeros(len(lengths), WIDTH, dtype=torch.float64))
+    vectors.sum().backward()
+    for value in (rows, *encoder.parameters()):
+        assert value.grad is not None
+        assert torch.equal(value.grad, torch.zeros_like(value))
+
+
+@EACH
 @settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS)
 def test_padded_histories_give_the_same_vectors(spec: EncoderSpec, lengths: list[int]) -> None:

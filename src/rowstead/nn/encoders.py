@@ -25,7 +25,11 @@ GROWTH = 1.5
 
 
 class HistoryEncoder(nn.Module):
-    """Base class of encoders: define `forward` and `padded`, which compute the same. An empty history gives zeros."""
+    """Base class of encoders: define `forward` and `padded`, which compute the same. An empty history gives zeros.
+
+    All parameters get gradients in every backward pass, zeros if no history has ids: processes whose shares of a batch differ in that must
+    send the same gradients in the same order.
+    """
 
     def __init__(self, width: int, max_ids: int, spec: EncoderSpec) -> None:
         super().__init__()
@@ -129,6 +133,9 @@ class AttentionEncoder(HistoryEncoder):
         vectors = [rows.new_zeros(groups.num_empty, rows.shape[1])]
         for one, x in zip(groups.padded, spread.split([one.rows.numel() for one in groups.padded]), strict=True):
             vectors.append(self._encode(x.view(*one.rows.shape, -1), one.is_id).to(rows.dtype))
+        if not groups.padded:  # parameters get zero gradients, in the same order as ever
+            nothing = rows.sum(dim=0).view(1, 1, -1)
+            vectors.append(self._encode(nothing, bags.new_ones(1, 1, dtype=torch.bool))[:0].to(rows.dtype))
         return segments.reorder(torch.cat(vectors), groups.order)
 
     def padded(self, rows: Tensor, is_id: Tensor, target: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rowstead.data.batch import Batch
 from rowstead.distributed.process_group import ProcessGroup, Work
 from rowstead.nn.dlrm import DLRM
+from rowstead.nn.encoders import HistoryEncoder
 from rowstead.nn.layers import BatchNorm
 from rowstead.records.timers import Timers
 from rowstead.spec.train import TrainSpec
@@ -108,7 +109,8 @@ class _Bucket:
 class GradientBuckets:
     """Sums the gradients of a module's parameters over processes, bucket by bucket, as the backward pass computes them.
 
-    All processes start their buckets in the same order, that of a backward pass: the last parameters first.
+    All processes start their buckets in the same order, that of a backward pass: the last parameters first, and those of history encoders
+    after the others.
     """
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup, wire: torch.dtype | None = None) -> None:
@@ -116,7 +118,9 @@ class GradientBuckets:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, int] = {}
         size = BUCKET_BYTES
-        for parameter in reversed(list(module.parameters())):
+        encoders = {one for part in module.modules() if isinstance(part, HistoryEncoder) for one in part.parameters()}
+        last_first = reversed(list(module.parameters()))
+        for parameter in sorted(last_first, key=encoders.__contains__):
             if size >= BUCKET_BYTES:
                 self._buckets.append(_Bucket([]))
                 size = 0
