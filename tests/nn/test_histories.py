@@ -58,7 +58,9 @@ def parquet_spec_of(folder: Path, *overrides: str) -> RunSpec:
     return parse(RunSpec, override({**plain_of(), "data": log}, overrides))
 
 
-def test_a_run_resumes_bit_for_bit_and_evaluate_predict_and_export_agree(tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_and_evaluate_predict_and_export_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = parquet_spec_of(tmp_path / "log", "train.max_steps=12", "train.batch_size=300")
     straight = train(spec, out=tmp_path / "straight")
     train(spec, out=tmp_path / "stopped", callback=RecordingCallback(stop_after=6))
@@ -73,6 +75,12 @@ def test_a_run_resumes_bit_for_bit_and_evaluate_predict_and_export_agree(tmp_pat
     rows = pq.read_table(sorted((tmp_path / "log").glob("eval-*.parquet")))
     np.testing.assert_allclose(exported.predict(rows), p, rtol=0, atol=1e-6)
     np.testing.assert_allclose(exported.predict(rows.slice(0, 1)), p[:1], rtol=0, atol=1e-6)
+    assert exported.rows_at_once == (1 << 20) // (4 + 3)
+    exported.rows_at_once = 300  # 2,000 rows are 7 parts, the last one shorter
+    module, sizes = exported._module, list[int]()
+    monkeypatch.setattr(exported, "_module", lambda dense, *rest: (sizes.append(len(dense)), module(dense, *rest))[1])
+    np.testing.assert_allclose(exported.predict(rows), p, rtol=0, atol=1e-6)
+    assert sizes == 6 * [300] + [200]
     none = {name: rows.column(name).slice(0, 2) for name in rows.column_names} | {"sparse_1": [[], []], "sparse_2": [[], []]}
     np.testing.assert_allclose(exported.predict(none), rowstead.load(run).predict(none), rtol=0, atol=1e-6)
     rowstead.export(run, tmp_path / "int8", int8=True)

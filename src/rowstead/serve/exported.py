@@ -27,6 +27,8 @@ INPUTS = "inputs.json"
 FORMAT = 1
 FORMAT_WITH_TASKS = 2
 """Of a model with several labels, whose program has a column of predictions for each."""
+MAX_PADDED_IDS = 1 << 20
+"""Ids of histories that the program takes at once: it pads each history to `max_ids`."""
 
 
 class Exported:
@@ -51,6 +53,9 @@ class Exported:
             if feature.hash == "none"
         ]
         self.id_kinds: dict[str, str] = plain["id_kinds"]
+        padded = sum(feature.max_ids or 0 for feature in sparse if feature.is_history)
+        self.rows_at_once = max(1, MAX_PADDED_IDS // padded) if padded else None
+        """Most rows that the program takes at once, so that padded histories stay small; None without histories."""
         self._columns = ColumnReader(self.features, id_kinds=self.id_kinds)
         self._rule = RowRule(self.features)
         self.program = _load_program(folder / PROGRAM, plain["sha256"][PROGRAM])
@@ -71,9 +76,12 @@ class Exported:
         """Predictions [B] or [B, T] of the rows from `start` to `stop` of a block that has passed the row rule and `check_ids`."""
         if start == stop:
             return np.empty((0, len(self.tasks)) if self.tasks else 0, np.float32)
+        step = self.rows_at_once or stop - start
         with torch.no_grad():
-            result: Tensor = self._module(*arguments_of(block, start, stop))
-        return result.numpy()
+            parts: list[Tensor] = [
+                self._module(*arguments_of(block, first, min(first + step, stop))) for first in range(start, stop, step)
+            ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy()
 
     def check_ids(self, block: RawBlock) -> None:
         """Refuse ids as training would: under `hash: none` an id must be a row, unless truncation drops it."""
