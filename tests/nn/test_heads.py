@@ -199,6 +199,11 @@ def test_esmm_stays_finite_where_probabilities_are_0_and_1_in_fp32() -> None:
             "train.early_stop.monitor: task `label` is a regression",
         ),
         (["model.tasks=[{name: label}]", "model.task_head.width=1"], "model.task_head.width: must be at least 2"),
+        (
+            ["model.tasks=[{name: label}]", "model.task_head={kind: ple, experts: 1000, task_experts: 1000, levels: 6}"],
+            "model.task_head: has 12,000 experts in all its levels, and at most 10,000 are allowed",
+        ),
+        (["model.tasks=[{name: label}]", "model.task_head={kind: ple, experts: 1000, task_experts: 1000, levels: 5}"], None),
     ],
 )
 def test_what_does_not_go_with_several_labels_is_refused(changes: list[str], message: str | None) -> None:

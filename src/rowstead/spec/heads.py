@@ -81,6 +81,8 @@ TaskHeadKind = Literal["shared_bottom", "mmoe", "ple", "esmm"]
 HeadWidth = Annotated[AtLeastOne, up_to(MAX_LAYER)]
 Experts = Annotated[AtLeastOne, up_to(1000)]
 MAX_TASKS = 256
+MAX_EXPERTS = 10_000
+"""Experts of a head, those of all its levels and tasks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,8 @@ class TaskHeadEntry:
     paper: str
     layers: Callable[[TaskHeadSpec, int], tuple[Layer, ...]]
     """Its linear layers for so many tasks."""
+    num_experts: Callable[[TaskHeadSpec, int], int] = lambda spec, num_tasks: 0
+    """Its experts for so many tasks."""
     is_chain: bool = False
     """Whether the second label can only be where the first one is: two tasks, whose losses are of p(first) and p(first) p(second)."""
 
@@ -183,12 +187,14 @@ TASK_HEADS: dict[TaskHeadKind, TaskHeadEntry] = {
         description="experts that all tasks share, mixed by a gate per task, under towers",
         paper="Ma et al. 2018, doi:10.1145/3219819.3220007",
         layers=_mmoe,
+        num_experts=lambda spec, num_tasks: spec.experts,
     ),
     "ple": TaskHeadEntry(
         title="PLE",
         description="levels of shared experts and experts of each task, mixed by gates, under towers",
         paper="Tang et al. 2020, doi:10.1145/3383313.3412236",
         layers=_ple,
+        num_experts=lambda spec, num_tasks: spec.levels * (spec.experts + num_tasks * spec.task_experts),
     ),
     "esmm": TaskHeadEntry(
         title="ESMM",
@@ -210,6 +216,13 @@ def check_tasks(tasks: Sequence[TaskSpec], head: TaskHeadSpec | None) -> None:
     names = [task.name for task in tasks]
     twice = next((name for name in names if names.count(name) > 1), None)
     require(twice is None, "tasks", f"two tasks are named `{twice}`: rename one of them")
+    num_experts = 0 if head is None else TASK_HEADS[head.kind].num_experts(head, len(tasks))
+    require(
+        num_experts <= MAX_EXPERTS,
+        "task_head",
+        f"has {num_experts:,} experts in all its levels, and at most {MAX_EXPERTS:,} are allowed: lower `experts`, `task_experts` or "
+        "`levels`",
+    )
     if head is not None and TASK_HEADS[head.kind].is_chain:
         are_clicks = len(tasks) == 2 and all(task.loss == "bce" for task in tasks)
         require(
