@@ -204,3 +204,13 @@ def test_a_history_is_as_wide_as_its_target_and_as_its_heads_allow() -> None:
     heads = features(sparse=[own | {"encoder": {"kind": "attention", "heads": 3}}])
     with pytest.raises(SpecError, match="3 heads do not divide 8"):
         tables_of(heads, width=8)
+
+
+def test_each_of_repeated_histories_has_the_target_of_its_number() -> None:
+    items = {"name": "item_{i}", "repeat": 2, "num_rows": 9}
+    clicked = {"name": "clicked_{i}", "repeat": 2, "num_rows": 9, "pooling": "none", "max_ids": 5}
+    spec = features(sparse=[items, clicked | {"encoder": {"target": "item_{i}"}}])
+    encoders = [feature.encoder for feature in spec.expanded_sparse() if feature.is_history]
+    assert [encoder and encoder.target for encoder in encoders] == ["item_0", "item_1"]
+    more = problem_of(sparse=[items, clicked | {"repeat": 3, "encoder": {"target": "item_{i}"}}])
+    assert "sparse[1].encoder.target: no sparse feature `item_2`" in more

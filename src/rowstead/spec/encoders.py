@@ -27,7 +27,7 @@ class EncoderSpec(Spec):
     kind: EncoderKind = "din"
     """Which encoder."""
     target: NotEmpty | None = None
-    """Of `din`: the sparse feature, such as the item to be scored, that each id of the history is compared with."""
+    """Of `din`: the sparse feature, such as the item to be scored, that each id of the history is compared with; `{i}` in it is that of the name."""
     hidden: Layers = (64,)
     """Of `din`: hidden layers of the activation unit."""
     softmax: bool = False

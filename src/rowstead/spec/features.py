@@ -159,7 +159,12 @@ class SparseFeatureSpec(FeatureSpec):
         return self.table or self.name
 
     def fields_at(self, index: int) -> dict[str, Any]:
-        own = {"num_rows": self.hash_sizes[index - self.start], "hash_sizes": ()} if self.hash_sizes else {}
+        own: dict[str, Any] = {}
+        if self.hash_sizes:
+            own = {"num_rows": self.hash_sizes[index - self.start], "hash_sizes": ()}
+        if self.encoder is not None and self.encoder.target is not None:
+            target = self.encoder.target.replace("{i}", str(index))
+            own["encoder"] = dataclasses.replace(self.encoder, target=target)
         return {**super().fields_at(index), **own}
 
 
@@ -218,15 +223,16 @@ class FeaturesSpec:
         sparse = {feature.name: feature for feature in self.expanded_sparse()}
         histories = {feature.table_name: feature.name for feature in sparse.values() if feature.is_history}
         for i, entry in enumerate(self.sparse):
-            shared, target = histories.get(entry.table_name), None if entry.encoder is None else entry.encoder.target
+            shared = histories.get(entry.table_name)
             remedy = f"`mean` cannot share a table with the history `{shared}`: use `sum`, or a table of its own"
             require(entry.pooling != "mean" or shared is None, f"sparse[{i}].pooling", remedy)
-            if target is None:
+            if entry.encoder is None or entry.encoder.target is None:
                 continue
             key = f"sparse[{i}].encoder.target"
-            if target not in sparse:
-                raise SpecError(key, f"no sparse feature `{target}`: {did_you_mean(target, sparse)}")
-            require(not sparse[target].is_history, key, f"`{target}` is a history itself: name a feature that is pooled")
+            for target in dict.fromkeys(str(one.encoder.target) for one in _expand(entry) if one.encoder is not None):
+                if target not in sparse:
+                    raise SpecError(key, f"no sparse feature `{target}`: {did_you_mean(target, sparse)}")
+                require(not sparse[target].is_history, key, f"`{target}` is a history itself: name a feature that is pooled")
 
     @property
     def has_histories(self) -> bool:

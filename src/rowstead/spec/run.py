@@ -186,8 +186,9 @@ class RunSpec(Spec):
             require(bool(self.tables), "fleet.tables", "this model has no tables for servers to hold: use `local`")
 
     def _check_placement(self) -> None:
+        names = [table.name for table in self.tables]
         try:
-            rules = rules_for(self.placement, [table.name for table in self.tables])
+            rules = rules_for(self.placement, names)
         except SpecError as error:
             raise error.within("placement") from None
         if self.memory.folder is None and any(rule.where == "ssd" for rule in rules.values()):
