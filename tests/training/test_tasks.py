@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +25,14 @@ from rowstead.run import Result, resume, train
 from rowstead.serve.export import export
 from rowstead.serve.exported import load_exported
 from rowstead.serve.predict import predict
-from rowstead.spec.errors import DataError
+from rowstead.spec.errors import CheckpointError, DataError
 from rowstead.spec.heads import TaskSpec
-from rowstead.spec.parse import override, parse
+from rowstead.spec.parse import override, parse, to_plain
 from rowstead.spec.run import RunSpec
 from rowstead.spec.train import EarlyStopSpec, TrainSpec
 from rowstead.training import trained
+from rowstead.training.checkpoint import Checkpoint, SavedTensors
+from rowstead.training.checkpoint_fits import architecture, check_same_model
 from rowstead.training.metrics import Evaluation, Quality
 from rowstead.training.progress import EarlyStopping, Position
 from rowstead.training.progress_bar import quality_line
@@ -293,3 +296,22 @@ def test_hogwild_trains_several_labels(tmp_path: Path) -> None:
     assert result.quality is not None
     assert result.quality.ne is not None
     assert result.quality.ne < 0.97
+
+
+def test_a_warm_start_may_have_other_weights_and_labels_but_no_other_losses(tmp_path: Path) -> None:
+    first = train(two_labels("train.max_steps=1"), root=tmp_path)
+    later = TASKS[1].replace("weight: 0.5", "weight: 0.2").replace("label: conversion", "label: label")
+    train(two_labels(later, "train.max_steps=1"), root=tmp_path, init_from=first.folder.name)
+    for other, key in (("name: buy", "name: sale"), ("weight: 0.5", "loss: mse")):
+        with pytest.raises(CheckpointError, match=r"another model: model\.tasks"):
+            train(two_labels(TASKS[1].replace(other, key), "train.max_steps=1"), root=tmp_path, init_from=first.folder.name)
+
+
+def test_a_checkpoint_that_has_the_weights_of_its_tasks_is_of_the_same_model() -> None:
+    spec = two_labels()
+    plain = to_plain(spec.model, defaults=False)
+    assert [set(task) for task in plain["tasks"]] == [{"name", "label"}, {"name", "label", "weight"}]
+    facts = {"architecture": architecture(spec) | {"model": plain}}
+    assert facts["architecture"] != architecture(spec)
+    saved = Checkpoint(path=Path("x"), step=1, facts=facts, tensors=cast(SavedTensors, {}))
+    check_same_model(two_labels(TASKS[1].replace("0.5", "0.2")), saved, pytest.fail)

@@ -35,6 +35,9 @@ from rowstead.training.progress import Position
 NETWORK_SHA256 = "network_sha256"
 """Key of a checkpoint's architecture: the checksum of the file of a network of the user's own."""
 
+TRAINING_KEYS = ("label", "weight")
+"""Keys of a task that do not say what a prediction is; checkpoints of earlier versions have them."""
+
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
 
@@ -54,6 +57,7 @@ def architecture(spec: RunSpec) -> dict[str, Any]:
     """What decides the shapes of a model's tensors and the meaning of its rows, as a checkpoint keeps it."""
     features, model = to_plain(spec.features, defaults=False), to_plain(spec.model, defaults=False)
     facts = {"features": features, "model": model, "scale": spec.scale}
+    facts["model"] = model = _without_training(model)
     if spec.model.network in NETWORKS and "options" in model:
         model["options"] = to_plain(spec.model.network_options, defaults=False)  # a later version may have more of them
     network = parse_network(spec.model.network)
@@ -66,6 +70,8 @@ def architecture(spec: RunSpec) -> dict[str, Any]:
 def check_same_model(spec: RunSpec, saved: Checkpoint, on_message: Callable[[str], None]) -> None:
     """Refuse a checkpoint whose tensors would not fit this spec, or would mean something else; report a network's file that changed."""
     there, here = dict(_fact(saved, "architecture", dict)), architecture(spec)
+    if "model" in there:
+        there["model"] = _without_training(there["model"])
     before, now = there.pop(NETWORK_SHA256, None), here.pop(NETWORK_SHA256, None)
     if before is not None and now is not None and before != now:
         file = parse_network(spec.model.network).source
@@ -77,6 +83,17 @@ def check_same_model(spec: RunSpec, saved: Checkpoint, on_message: Callable[[str
             f"{saved.path} is a checkpoint of another model: {shown(path)[1:-1]} is {old} there and {new} in this recipe. "
             "Use the recipe that it was trained with (spec.yaml in its run's folder)"
         )
+
+
+def _without_training(model: Any) -> Any:
+    """The facts of a model without what its tasks only say about training: which column is the label, and the weight of its loss."""
+    if not isinstance(model, dict) or not isinstance(tasks := model.get("tasks"), list):
+        return model
+    kept = (
+        {key: value for key, value in task.items() if key not in TRAINING_KEYS} if isinstance(task, dict) else task
+        for task in tasks
+    )
+    return {**model, "tasks": list(kept)}
 
 
 def position_in(saved: Checkpoint) -> Position:
