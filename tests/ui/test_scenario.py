@@ -163,3 +163,25 @@ def test_a_built_in_network_of_a_recipe_stays_while_sliders_move() -> None:
     assert [one["notes"] for one in facts] == [[], []]
     assert facts[0]["model"]["num_dense_parameters"] == step_work(spec).num_parameters
     assert facts[0]["model"]["num_dense_parameters"] < facts[1]["model"]["num_dense_parameters"]
+
+
+def test_tasks_of_files_read_the_label_of_the_synthetic_log_that_takes_their_turn() -> None:
+    tasks = "model.tasks=[{name: a, label: c}, {name: b, weight: 2, loss: regression}]"
+    stop = ("data.parquet.group=user", "train.eval_every=9", "train.early_stop={monitor: gauc, task: a}")
+    spec = load_recipe("criteo", [tasks, *stop])
+    start = scenario_of(spec)
+    assert spec_of(start, spec) == spec
+    for moved in ({"num_sparse": 30}, {"num_rows": 2 * start.num_rows}, {"ids": 3.0}):
+        made = spec_of(dataclasses.replace(start, **moved), spec)
+        assert made.data.synth is not None
+        assert [(task.name, task.label, task.weight) for task in made.model.tasks] == [("a", "label", 1), ("b", "label", 2)]
+        assert made.train.early_stop is not None
+        assert made.train.early_stop.monitor is None
+        assert parse(RunSpec, to_plain(made)) == made
+
+
+def test_tasks_of_a_synthetic_log_keep_their_labels() -> None:
+    labels = ["data.synth.conversion={}", "model.tasks=[{name: click, label: label}, {name: conversion}]"]
+    spec = load_recipe("quickstart", labels)
+    made = spec_of(dataclasses.replace(scenario_of(spec), num_sparse=30), spec)
+    assert made.model.tasks == spec.model.tasks

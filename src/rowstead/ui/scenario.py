@@ -105,7 +105,8 @@ def spec_of(scenario: Scenario, base: RunSpec | None = None) -> RunSpec:
     """The recipe that a scenario comes to.
 
     What was not moved stays as the base recipe has it. Where hash size or ids were moved, all tables grow or shrink alike; where the
-    number of features was, the base's features are taken in turn, and the log becomes a synthetic one that has so many.
+    number of features was, the base's features are taken in turn, and the log becomes a synthetic one that has so many; tasks then read
+    its label.
     """
     before = scenario_of(base, scenario) if base is not None else None
     model, train = base.model if base else ModelSpec(), base.train if base else TrainSpec()
@@ -124,9 +125,24 @@ def spec_of(scenario: Scenario, base: RunSpec | None = None) -> RunSpec:
         features = _of_width(base.features, base.model.width, scenario.width)
         return dataclasses.replace(base, model=model, train=train, features=features)
     data, features = _log_and_features(scenario, base)
+    if base is not None and base.data.synth is None:
+        model, train = _on_synthetic(model, data.log.label), _without_groups(train)
     if base is None:
         return RunSpec(name="what-if", data=data, features=features, model=model, train=train)
     return dataclasses.replace(base, data=data, features=features, model=model, train=train, scale=1.0, placement="auto")
+
+
+def _on_synthetic(model: ModelSpec, label: str) -> ModelSpec:
+    """The same model, whose tasks all read the one label of a synthetic log: a plan depends on their number alone."""
+    return dataclasses.replace(model, tasks=tuple(dataclasses.replace(task, label=label) for task in model.tasks))
+
+
+def _without_groups(train: TrainSpec) -> TrainSpec:
+    """The same training, which stops by the default measure where it did by one of groups, which a synthetic log does not have."""
+    stop = train.early_stop
+    if stop is None or stop.monitor != "gauc":
+        return train
+    return dataclasses.replace(train, early_stop=dataclasses.replace(stop, monitor=None))
 
 
 def _of_width(features: FeaturesSpec, before: int, after: int) -> FeaturesSpec:
