@@ -14,6 +14,7 @@ import pytest
 
 import rowstead
 from rowstead.data.tables import arrow_table, as_files, keep_table, list_files, read_given
+from rowstead.spec.data import LOG_KINDS
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec
 from tests.small_runs import small_plain
@@ -155,3 +156,9 @@ def test_a_first_recipe_trains_as_it_is_and_is_what_init_writes(tmp_path: Path) 
     assert rowstead.train(spec, data=frame, root=tmp_path / "runs").quality == result.quality
     named = rowstead.first_recipe(list(spec.data.parquet.train), label="clicked", name="mine", max_rows=100)
     assert named.name == "mine"
+
+
+def test_data_replaces_a_log_of_every_kind(tmp_path: Path) -> None:
+    assert set(LOG_KINDS) == {"synth", "interests", "parquet", "csv"}
+    data = read_given("din", "x.parquet", None, tmp_path).data
+    assert (data.interests, data.parquet and data.parquet.train) == (None, ("x.parquet",))

@@ -14,6 +14,7 @@ from rowstead.spec.data import SynthSpec
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RECIPES, RunSpec, load_recipe
 from rowstead.spec.yaml_text import read_yaml
+from rowstead.stores.build import mean_ids_of
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.05, 1.3])
@@ -105,3 +106,11 @@ def test_ids_that_are_rows_already_do_not_fall_on_one_row() -> None:
     assert hashed.distinct_rows(1000) == pytest.approx(632, abs=2)
     hashes = {name: {one.is_hashed for one in step_work(load_recipe(name)).tables} for name in ("quickstart", "m1", "criteo")}
     assert hashes == {"quickstart": {False}, "m1": {True}, "criteo": {False}}  # of a log in files only rows are known
+
+
+def test_mean_ids_of_histories_are_those_of_the_log_for_plans_and_placements() -> None:
+    spec = load_recipe("din")
+    assert spec.data.interests is not None
+    length = spec.data.interests.mean_ids("history", 20)
+    assert mean_ids(spec) == (1.0, length)
+    assert mean_ids_of(spec) == [1.0, length]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from rowstead.data.interests import InterestsLog
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.fleet import FleetSpec
 from rowstead.spec.parse import override, parse
@@ -222,3 +223,20 @@ def test_a_dict_may_be_based_on_a_shipped_recipe() -> None:
     assert spec.model == load_recipe("quickstart").model
     with pytest.raises(RowsteadError, match="no recipe `quickstrt`"):
         RunSpec.from_dict({"base": "quickstrt"})
+
+
+def test_an_encoder_that_does_not_fit_its_table_is_no_error_of_the_placement() -> None:
+    encoder = {"kind": "attention", "heads": 3}
+    history = {"name": "history", "num_rows": 9, "pooling": "none", "max_ids": 5, "encoder": encoder}
+    with pytest.raises(SpecError, match=r"^features\.sparse `history`\.encoder\.heads: 3 heads do not divide 8"):
+        RunSpec.from_dict(small_plain() | {"features": {"sparse": [history]}})
+
+
+def test_the_mean_length_of_histories_is_that_of_the_log() -> None:
+    spec = load_recipe("din").data.interests
+    assert spec is not None
+    lengths = np.diff(InterestsLog(spec).rows(0, 20_000).offsets[1])
+    for most in (1, 7, 20):
+        assert spec.mean_ids("history", most) == pytest.approx(np.minimum(lengths, most).mean(), rel=0.03)
+    assert spec.mean_ids("history") == spec.mean_ids("history", 10**6) == spec.mean_ids("history", 20)
+    assert spec.mean_ids("item") == 1

@@ -10,6 +10,7 @@ import pytest
 
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.parse import parse
+from rowstead.spec.run import RunSpec, load_recipe
 from rowstead.spec.tune import (
     TuneSpec,
     build_space,
@@ -21,6 +22,7 @@ from rowstead.spec.tune import (
     trial_run,
     unchanged_settings,
 )
+from tests.small_runs import small_plain
 from tests.study.learnable import BATCH, LARGER, learnable_recipe
 
 
@@ -110,3 +112,9 @@ def test_axes_are_parsed_from_the_command_line() -> None:
 def test_an_invalid_search_is_refused(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
         parse(TuneSpec, {"name": "t", "recipe": "quickstart"} | change)
+
+
+def test_the_steps_of_any_generated_log_are_known() -> None:
+    assert num_steps_of(load_recipe("din")) == 586
+    files = {"data": {"parquet": {"train": "x.parquet"}}, "train": {"max_steps": 7}}
+    assert num_steps_of(RunSpec.from_dict({**small_plain(), **files})) == 7

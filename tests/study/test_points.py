@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from rowstead.records.store import StoreEntry
 from rowstead.spec.axis import AxisSpec, axis_from, with_settings
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.parse import parse, settings_from
+from rowstead.spec.record import Record
 from rowstead.spec.sweep import SweepSpec, load_sweep, sweep_names
-from rowstead.study.points import points_of
+from rowstead.study.points import point_of, points_of
+from rowstead.study.predictions import expected_s
 from rowstead.study.sweep import remaining_s
 from tests.small_runs import small_plain
 
@@ -148,3 +151,11 @@ def test_the_time_left_is_exact_where_points_take_what_was_expected() -> None:
 def test_the_time_left_is_the_mean_where_nothing_is_expected() -> None:
     assert remaining_s([(None, 2.0), (None, 4.0)], [None, None]) == pytest.approx(6.0)
     assert remaining_s([(1.0, 2.0), (1.0, 4.0), (1.0, 6.0)], [1.0]) == pytest.approx(4.0)
+
+
+def test_the_expected_time_of_a_run_follows_from_its_log_where_that_is_generated() -> None:
+    record = Record(kind="predicted", name="n", spec_digest="d", date="2026-01-01", figures={"samples_per_s": 300.0})
+    plain = small_plain() | {"data": {"interests": {"num_train_samples": 6000}}}
+    files = small_plain() | {"data": {"parquet": {"train": "x.parquet"}}}
+    for recipe, settings, seconds in ((plain, {}, 20), (files, {}, None), (files, {"train.max_steps": 75}, 16)):
+        assert expected_s(point_of(recipe, {}, settings, {}), [StoreEntry(record=record)]) == seconds

@@ -106,3 +106,10 @@ def test_a_larger_batch_is_a_regression_and_the_same_settings_are_none(tmp_path:
     assert shown.returncode == 0, shown.stderr
     assert "regression" in shown.stdout
     assert len(RunStore(tmp_path / "runs").read().of(study="q")) == 15
+
+
+def test_the_seed_of_a_log_of_histories_differs_too(tmp_path: Path) -> None:
+    points = points_of(study(tmp_path, recipe="din"))
+    assert {(point.seed, point.spec and point.spec.data.interests and point.spec.data.interests.seed) for point in points} == {
+        (seed, seed) for seed in (1, 2, 3)
+    }

@@ -129,7 +129,7 @@ def plan(
         print(json.dumps(plain_of(plan_)))
         return
     print_plan(plan_, tables=tables, timeline=timeline)
-    if spec.data.synth is None:
+    if spec.data.files is not None:
         say("Assuming one uniformly drawn id per feature: a plan does not read the log.")
 
 

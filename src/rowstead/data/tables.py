@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 
 from rowstead.data.columns import arrow_column
 from rowstead.data.files import choose_file_log
-from rowstead.spec.data import FILE_LOGS
+from rowstead.spec.data import FILE_LOGS, LOG_KINDS
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec, load_recipe
 
-KINDS = tuple(kind.kind for kind in FILE_LOGS)
+FILE_KINDS = tuple(kind.kind for kind in FILE_LOGS)
 FOLDER = "tables"
 """Of tables that were given as such, under the root of runs."""
 ROWS_PER_GROUP = 65_536
@@ -127,7 +127,7 @@ def replace_log(spec: RunSpec, train: tuple[str, ...], eval: tuple[str, ...] = (
         split = dataclasses.replace(like.split, eval_from=None) if eval else like.split
         log = dataclasses.replace(log, split=split, test_fraction=like.test_fraction)
     log = dataclasses.replace(log, eval=eval)
-    kinds = dict.fromkeys(("synth", *KINDS)) | {log.kind: log}
+    kinds = dict.fromkeys(LOG_KINDS) | {log.kind: log}
     return dataclasses.replace(spec, data=dataclasses.replace(spec.data, **kinds))  # type: ignore[arg-type]
 
 
@@ -142,7 +142,9 @@ def _with_files(plain: Mapping[str, Any], paths: tuple[str, ...]) -> Mapping[str
     data = plain.get("data", None if "base" in plain else {})
     if not isinstance(data, Mapping):
         return plain
-    if not {"synth", *KINDS} & set(data):
+    if not set(LOG_KINDS) & set(data):
         data = {**data, choose_file_log(paths).kind: {}}
-    files = {kind: {**log, "train": list(paths)} for kind, log in data.items() if kind in KINDS and isinstance(log, Mapping)}
+    files = {
+        kind: {**log, "train": list(paths)} for kind, log in data.items() if kind in FILE_KINDS and isinstance(log, Mapping)
+    }
     return {**plain, "data": {**data, **files}}

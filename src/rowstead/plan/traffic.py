@@ -30,7 +30,9 @@ class Popularity:
 def mean_ids(spec: RunSpec) -> tuple[float, ...]:
     """Mean ids per example of each sparse feature, after truncation; 1 where the log's lengths are unknown."""
     features = spec.features.expanded_sparse()
-    synth = spec.data.synth
+    synth, interests = spec.data.synth, spec.data.interests
+    if interests is not None:
+        return tuple(interests.mean_ids(feature.column or feature.name, feature.max_ids) for feature in features)
     if synth is None:
         return tuple(1.0 for _ in features)
     of_column = {f"sparse_{index}": mean for index, mean in enumerate(mean_lengths(synth))}

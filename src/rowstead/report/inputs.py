@@ -100,7 +100,7 @@ class RunView:
         found = next((event.get("mean_ids") for event in reversed(self.of_kind("features"))), None)
         if isinstance(found, list) and len(found) == len(self.spec.features.expanded_sparse()) and all(map(is_figure, found)):
             return tuple(map(float, found))
-        return mean_ids(self.spec) if self.spec.data.synth is not None else None
+        return mean_ids(self.spec) if self.spec.data.files is None else None
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["kind"] == kind]

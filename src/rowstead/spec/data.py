@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args, get_type_hints
 
 from rowstead.spec.bounds import (
     MAX_FEATURES,
@@ -50,6 +50,11 @@ class LogSpec(Spec):
     """Keys that say how the log is read and not what is in it, beside its files: a packed log does not depend on them."""
     label = "label"
     """Label column."""
+
+    @property
+    def num_train_samples(self) -> int | None:
+        """Examples of the training split; None where only the files say."""
+        return None
 
     @property
     def has_test(self) -> bool:
@@ -169,6 +174,14 @@ class InterestsSpec(LogSpec):
         require(self.num_items % self.num_topics == 0, "num_items", f"must be a multiple of num_topics, {self.num_topics}")
         fits = len(self.click_rates) == 3 and all(0 < rate < 1 for rate in self.click_rates)
         require(fits, "click_rates", "must be three numbers between 0 and 1")
+
+    def mean_ids(self, column: str, max_ids: int | None = None) -> float:
+        """Mean ids per example of a column after truncation."""
+        if column != "history":
+            return 1.0
+        # The sum over n from 1 to `most` of the probability of n or more items, 1 - log(n) / log(max_history + 1).
+        most = min(max_ids or self.max_history, self.max_history)
+        return (1 - self.empty_share) * (most - math.lgamma(most + 1) / math.log(self.max_history + 1))
 
     @property
     def has_test(self) -> bool:
@@ -368,3 +381,12 @@ class DataSpec(Spec):
 
 FILE_LOGS: tuple[type[FileLogSpec], ...] = (ParquetSpec, CsvSpec)
 """The kinds of logs in files."""
+
+LOG_KINDS: tuple[str, ...] = tuple(
+    name
+    for name, hint in get_type_hints(DataSpec).items()
+    if any(isinstance(kind, type) and issubclass(kind, LogSpec) for kind in get_args(hint))
+)
+"""The keys of `data` that give a log, each of another kind."""
+GENERATED_KINDS: tuple[str, ...] = tuple(name for name in LOG_KINDS if name not in {kind.kind for kind in FILE_LOGS})
+"""Those of logs that are generated from a seed."""

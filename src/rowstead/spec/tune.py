@@ -191,9 +191,9 @@ def _clip(values: dict[str, Any], space: Iterable[AxisSpec]) -> dict[str, Any]:
 
 def num_steps_of(run: RunSpec) -> int | None:
     """Return the number of steps of a run if its spec determines it, else None."""
-    if run.data.synth is None:
+    if (num_samples := run.data.log.num_train_samples) is None:
         return run.train.max_steps
-    of_log = run.train.epochs * math.ceil(run.data.synth.num_train_samples / run.train.batch_size)
+    of_log = run.train.epochs * math.ceil(num_samples / run.train.batch_size)
     return min(of_log, run.train.max_steps or of_log)
 
 

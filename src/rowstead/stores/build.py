@@ -130,7 +130,9 @@ def _free_disk_bytes(folder: str) -> int:
 
 
 def mean_ids_of(spec: RunSpec) -> Sequence[float] | None:
-    """Mean ids per example of each sparse feature of a synthetic log; None for other logs."""
+    """Mean ids per example of each sparse feature of a generated log; None for files."""
+    if (interests := spec.data.interests) is not None:
+        return [interests.mean_ids(str(f.column), f.max_ids) for f in spec.features.expanded_sparse()]
     if spec.data.synth is None:
         return None
     means = {f"sparse_{index}": float(mean) for index, mean in enumerate(Population(spec.data.synth).mean_ids)}

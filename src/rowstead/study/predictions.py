@@ -41,7 +41,7 @@ def expected_s(point: Point, predicted: Sequence[StoreEntry]) -> float | None:
     spec = point.spec
     if spec is None or not speeds:
         return None
-    per_epoch = spec.data.synth.num_train_samples if spec.data.synth is not None else math.inf
+    per_epoch = spec.data.log.num_train_samples or math.inf
     num_samples = min(spec.train.epochs * per_epoch, (spec.train.max_steps or math.inf) * spec.train.batch_size)
     return num_samples / speeds[0] if math.isfinite(num_samples) else None
 

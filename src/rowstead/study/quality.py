@@ -10,6 +10,7 @@ from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT
 from rowstead.records.store import RunStore
 from rowstead.records.studies import BASELINE, QUALITY_FILE, Effect, quality_effects
+from rowstead.spec.data import GENERATED_KINDS
 from rowstead.spec.errors import SpecError
 from rowstead.spec.parse import to_yaml
 from rowstead.spec.quality import QualitySpec
@@ -38,10 +39,11 @@ def points_of(spec: QualitySpec) -> list[Point]:
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [({"axis": BASELINE}, {})]
     for axis in spec.vary:
         settings += [({"axis": axis.title, "value": label}, axis.settings(label)) for label in axis.labels]
-    is_synthetic = isinstance(recipe, dict) and isinstance(recipe.get("data"), dict) and "synth" in recipe["data"]
+    data = recipe.get("data") if isinstance(recipe, dict) else None
+    generated = [kind for kind in GENERATED_KINDS if isinstance(data, dict) and data.get(kind) is not None]
     points = []
     for seed in range(spec.first_seed, spec.first_seed + spec.num_seeds):
-        seeds = {"seed": seed, **({"data.synth.seed": seed} if is_synthetic else {})}
+        seeds = {"seed": seed, **{f"data.{kind}.seed": seed for kind in generated}}
         for axes, own in settings:
             point = point_of(recipe, axes, {**own, **seeds}, spec.set)
             points.append(dataclasses.replace(point, seed=seed))
