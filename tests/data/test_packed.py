@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rowstead.data.batch import Batch
 from rowstead.data.open_log import Sources, open_sources, open_to_pack
+from rowstead.data.order_test import batch_columns
 from rowstead.data.pack import INDEX, fill_cache, open_pack, pack_log
 from rowstead.data.packed_files import PackedColumns, PackedReader, PackedRows, PackedWriter
 from rowstead.data.packed_gather import GatheredBatch, gather
@@ -155,6 +156,30 @@ def test_staged_batches_become_the_same_batches_on_the_device(tmp_path: Path) ->
         assert batch.sparse.ids.dtype == torch.int64
         moved = tensors(batch.to("cpu"))
         assert all(torch.equal(moved[name], value) for name, value in tensors(expected).items() if value is not None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("data.synth.max_ids=500", "data.synth.mean_ids=300", "data.synth.num_eval_samples=10")],
+    ids=["short bags", "long bags"],
+)
+def test_the_first_examples_of_a_staged_batch_are_read_without_the_others(changes: tuple[str, ...], tmp_path: Path) -> None:
+    spec = small_spec("data.synth.num_train_samples=100", *changes)
+    source = packed(spec, tmp_path / "pack").train
+    staged = source.staged_batches(64, epoch=1)
+    for (batch, _), (expected, _) in zip(staged, source.batches(64, epoch=1), strict=True):
+        assert isinstance(batch, GatheredBatch)
+        assert batch.shapes.has_long_bags == bool(changes)
+        for count in (0, 1, 17, batch.num_samples, 1000):
+            wanted = expected.sparse.examples(0, min(count, batch.num_samples))
+            for found in (batch.first_sparse(count), expected.first_sparse(count)):
+                assert torch.equal(found.ids, wanted.ids)
+                assert torch.equal(found.offsets, wanted.offsets)
+            labels, *ids = batch_columns(expected, count)
+            missing, *same = batch_columns(batch, count)
+            assert len(labels) == len(missing) == min(count, batch.num_samples)
+            np.testing.assert_array_equal(same, ids)
+        assert "_on_host" not in vars(batch), "the whole batch was unpacked"
 
 
 def test_the_gpu_unpacks_a_staged_batch_as_the_host_does(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Sparse:
         """A copy of the ids of examples `start` to `stop`."""
         begins = self.offsets[:-1].view(self.num_features, -1)
         ends = self.offsets[1:].view(self.num_features, -1)
-        lengths = (ends - begins)[:, start:stop].flatten()
+        lengths = (ends[:, start:stop] - begins[:, start:stop]).flatten()
         if stop > start:
             pieces = list(zip(begins[:, start].tolist(), ends[:, stop - 1].tolist(), strict=True))
         else:
@@ -108,6 +108,9 @@ class StagedBatch(Protocol):
     def sparse(self) -> Sparse:
         """The ids in the layout of a `Batch`, in host memory; it may have to be computed."""
 
+    def first_sparse(self, num_samples: int) -> Sparse:
+        """Those of the first examples alone, which is cheap."""
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The batch on `device`. With `non_blocking` the copy of pinned memory is queued on the current stream."""
 
@@ -146,6 +149,9 @@ class Batch:
             return self.global_totals
         assert self.labels is not None
         return BatchTotals.of(self.labels, self.weights)
+
+    def first_sparse(self, num_samples: int) -> Sparse:
+        return self.sparse.examples(0, min(num_samples, self.num_samples)) if self.sparse.num_features else self.sparse
 
     def local_share(self, rank: int, world_size: int) -> Batch:
         """The examples that process `rank` trains on. The shares of all ranks, concatenated in order, are the batch."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rowstead.data.batch import Batch, Sparse, StagedBatch
+from rowstead.data.batch import Batch, StagedBatch
 from rowstead.data.block import RawBlock
 from rowstead.spec.statistics import ClusteredColumn
 
@@ -96,11 +96,11 @@ def block_columns(block: RawBlock) -> list[NDArray[np.int64]]:
 
 def batch_columns(batch: StagedBatch, num_rows: int) -> list[NDArray[np.int64]]:
     """The same of the first rows of a batch, whose ids are rows of tables; without a label where only the device will have it."""
-    sparse: Sparse = batch.sparse
     num_rows = min(num_rows, batch.num_samples)
+    sparse = batch.first_sparse(num_rows)
     labels = batch.labels if isinstance(batch, Batch) else None
     ids, offsets = sparse.ids.numpy(), sparse.offsets.numpy()
-    starts = np.arange(min(sparse.num_features, MAX_COLUMNS)) * batch.num_samples
+    starts = np.arange(min(sparse.num_features, MAX_COLUMNS)) * num_rows
     label = np.full(num_rows, _MISSING) if labels is None else _label_codes(labels[:num_rows].numpy())
     return [label, *(_first_ids(ids, offsets[s : s + num_rows], offsets[s + 1 : s + 1 + num_rows]) for s in starts)]
 

@@ -69,6 +69,13 @@ class GatheredBatch:
     def sparse(self) -> Sparse:
         return self._on_host.sparse
 
+    def first_sparse(self, num_samples: int) -> Sparse:
+        shapes, count = self.shapes, min(num_samples, self.num_samples)
+        starts, lengths = shapes.starts_of(self.buffer), shapes.lengths_of(self.buffer)
+        num_ids = int(starts[count]) if count < self.num_samples else shapes.num_ids
+        ids, offsets = _reorder_on_cpu(shapes.ids_of(self.buffer)[:num_ids], lengths[:count], starts[:count])
+        return Sparse(ids=ids, offsets=offsets, num_features=shapes.columns.num_features, checked_for=self.checked_for)
+
     @property
     def totals(self) -> BatchTotals:
         if self.global_totals is not None:
