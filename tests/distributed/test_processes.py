@@ -72,6 +72,30 @@ def test_two_processes_end_at_the_weights_of_one_and_nearly_so_with_16_bits_on_t
         assert 0 < (weights["losses"] - losses).abs().max() < 0.001
 
 
+IN_ANOTHER_ORDER = """
+import sys, torch
+from rowstead.distributed.process_group import TorchProcessGroup
+
+group = TorchProcessGroup.join(torch.device("cpu"))
+dense, rows = torch.full((3,), 1.0 + group.rank), torch.full((3,), 10.0 + group.rank)
+starts = [lambda: group.start_all_reduce(dense), lambda: group.start_all_reduce(rows, of_rows=True)]
+for work in [start() for start in (starts if group.rank else reversed(starts))]:
+    work.wait()
+group.close()
+sys.exit(dense.tolist() != [3.0] * 3 or rows.tolist() != [21.0] * 3)
+"""
+
+
+def test_sums_of_dense_gradients_and_of_rows_may_start_in_any_order(tmp_path: Path) -> None:
+    environments = [process_environment(rank, 2, tmp_path / "rendezvous", 0) for rank in range(2)]
+    processes = [subprocess.Popen([sys.executable, "-c", IN_ANOTHER_ORDER], env=each) for each in environments]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -103,9 +103,9 @@ class CountingGroup(SingleProcess):
 
     num_sums = 0
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
+    def start_all_reduce(self, tensor: Tensor, *, of_rows: bool = False) -> Work:
         self.num_sums += 1
-        return super().start_all_reduce(tensor)
+        return super().start_all_reduce(tensor, of_rows=of_rows)
 
 
 def test_gradients_of_the_network_are_sent_before_those_of_encoders_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

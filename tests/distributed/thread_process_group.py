@@ -45,7 +45,7 @@ class ThreadProcessGroup:
         stacked = torch.stack(self._all(tensor.clone()))
         tensor.copy_(stacked.sum(dim=0) if op == "sum" else stacked.amax(dim=0))
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
+    def start_all_reduce(self, tensor: Tensor, *, of_rows: bool = False) -> Work:
         self.all_reduce(tensor)
         return CompletedWork()
 

@@ -49,8 +49,11 @@ class ProcessGroup(Protocol):
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
         """Sum, or `max`, over all processes, in place."""
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
-        """Start to sum a contiguous tensor over all processes, in place; every process gets the same bits."""
+    def start_all_reduce(self, tensor: Tensor, *, of_rows: bool = False) -> Work:
+        """Start to sum a contiguous tensor over all processes, in place; every process gets the same bits.
+
+        Sums of dense gradients and sums `of_rows` need no order relative to each other; the latter keep that of all-to-alls.
+        """
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -87,7 +90,7 @@ class SingleProcess:
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
         """Leave the tensor as it is."""
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
+    def start_all_reduce(self, tensor: Tensor, *, of_rows: bool = False) -> Work:
         return CompletedWork()
 
     def start_all_to_all(
@@ -121,8 +124,8 @@ class TorchProcessGroup:
     """The processes of a torch.distributed job.
 
     CPU tensors use gloo, and tensors in GPU memory NCCL. NCCL refuses processes that share a GPU: in their job tensors in GPU memory
-    are staged through pinned host memory, and use gloo as well. All-reduces have a group of their own, so that they need no order
-    relative to all-to-alls: a backward pass starts both.
+    are staged through pinned host memory, and use gloo as well. Sums of dense gradients have a group of their own, so that they need no
+    order relative to what is exchanged of rows: a backward pass starts both, and which comes first may depend on a process's examples.
     """
 
     def __init__(self, device: torch.device, *, is_staged: bool = False) -> None:
@@ -185,8 +188,8 @@ class TorchProcessGroup:
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> None:
         self._start_all_reduce(tensor, self._exchanges, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]).wait()
 
-    def start_all_reduce(self, tensor: Tensor) -> TorchWork:
-        return self._start_all_reduce(tensor, self._sums, dist.ReduceOp.SUM)
+    def start_all_reduce(self, tensor: Tensor, *, of_rows: bool = False) -> TorchWork:
+        return self._start_all_reduce(tensor, self._exchanges if of_rows else self._sums, dist.ReduceOp.SUM)
 
     def _start_all_reduce(self, tensor: Tensor, group: Any, op: Any) -> TorchWork:
         wired = self._stage(tensor)

@@ -74,7 +74,7 @@ class ReplicatedTables:
             counts = own.offsets.diff().view(self.layout.num_features, -1).sum(dim=1)
             reads[own.ids.long() + torch.repeat_interleave(firsts, counts)] = 1
         # In full precision: a row of a small table sums many examples, and rounding errors do not average out.
-        waiting = self._process_group.start_all_reduce(flat)
+        waiting = self._process_group.start_all_reduce(flat, of_rows=True)
 
         def apply(lr: float, step: int) -> None:
             assert self.store is not None
@@ -135,7 +135,7 @@ class ColumnPieces(Pieces):
             for table, (distinct, summed) in zip(self.layout.tables, found, strict=True):
                 summed.add_(self.store.rows(table.name, distinct), alpha=self._optimizer.l2)
         squares = torch.cat([summed.square().sum(dim=1) for _, summed in found])
-        self.process_group.start_all_reduce(squares).wait()
+        self.process_group.start_all_reduce(squares, of_rows=True).wait()
         scaled = []
         by_table = squares.split([distinct.numel() for distinct, _ in found])
         for table, state, (distinct, summed), square in zip(self.layout.tables, self._states, found, by_table, strict=True):
