@@ -49,6 +49,7 @@ class References:
     """Undisturbed runs, each made when it is first needed, and kept in a folder."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
     def of(self, schedule: Schedule) -> Reference:
