@@ -34,7 +34,14 @@ def command() -> None:
     sys.unraisablehook = unraisable
     threading.excepthook = lambda args: None if _Interrupted.was_raised else report_thread(args)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # before and after `main`, which has a handler of its own
-    main()
+    try:
+        main()
+    except SystemExit as ending:
+        if _Interrupted.was_raised and isinstance(
+            ending.code, int
+        ):  # threads that compile may crash while the interpreter shuts down
+            _end(ending.code)
+        raise
 
 
 def main() -> None:
