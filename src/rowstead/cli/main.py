@@ -37,9 +37,8 @@ def command() -> None:
     try:
         main()
     except SystemExit as ending:
-        if _Interrupted.was_raised and isinstance(
-            ending.code, int
-        ):  # threads that compile may crash while the interpreter shuts down
+        # Of a stopped command, threads may still compile or train: shutting the interpreter down around them can crash it.
+        if isinstance(ending.code, int) and ending.code > 128:
             _end(ending.code)
         raise
 
