@@ -79,9 +79,12 @@ def test_no_memory_grows_without_bound_when_a_sparse_server_is_slowed_tenfold(tm
     with training(tmp_path, recipe(tmp_path), ROLES) as fleet:
         out = fleet.out
         fleet.wait_for_steps(100)
-        wait_until(lambda: last_of(out, "reader", 0)["waited_for_space_s"] > 1, what="the reader to be well ahead")
-        first = {role: len(samples_of(out, *role)[0]) for role in ALL}
         with slow_down(address_of(out, "sparse").pid):
+            waited_s = last_of(out, "reader", 0)["waited_for_space_s"]
+            wait_until(
+                lambda: last_of(out, "reader", 0)["waited_for_space_s"] > waited_s + 1, what="the reader to be well ahead"
+            )
+            first = {role: len(samples_of(out, *role)[0]) for role in ALL}
             before = num_sampled(out)
             wait_until(lambda: num_sampled(out) >= before + 2 * NUM_SAMPLES, what="samples of all roles")
         slow = {role: samples_of(out, *role)[0][first[role] :] for role in ALL}
