@@ -141,6 +141,7 @@ def test_what_a_killed_role_had_not_saved_of_the_dense_parameters_is_counted(
         with open(tmp_path / "roles" / f"{role}-{number}.jsonl", "a") as file:
             file.write(json.dumps({"incarnation": incarnation, unsaved: value, "time_s": 0.0}) + "\n")
     assert figures.for_record({}, 0.0)[figure] == 3 + 5, "the last incarnation has lost nothing"
+    assert figures.lost_dense_work() == {figure: 3 + 5}
 
 
 @pytest.mark.parametrize(

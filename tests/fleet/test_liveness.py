@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rowstead.fleet import liveness
-from rowstead.fleet.liveness import SILENT_AFTER_S, FileActivity
+from rowstead.fleet.liveness import SILENT_AFTER_S, AwakeClock, FileActivity
 from rowstead.fleet.role_usage import RoleSampler
 from tests.small_runs import wait_until
 
@@ -47,6 +47,17 @@ def test_nobody_is_silent_because_of_a_time_in_which_the_observer_did_not_run_ei
     os.utime(path)
     clock.now_s += 0.6
     assert activity.idle_s() == 0.0
+
+
+def test_a_suspension_uses_up_no_time_in_which_a_role_must_be_ready() -> None:
+    clock = Clock()
+    awake_s = AwakeClock(clock)
+    for _ in range(10):
+        clock.now_s += 0.5
+        awake_s()
+    assert awake_s() == 5.0
+    clock.now_s += 3600
+    assert awake_s() <= 5.0 + liveness.MAX_COUNTED_S
 
 
 def test_a_role_that_cannot_write_its_samples_still_gives_signs_of_life(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_a_role_stops_when_its_coordinator_is_gone_and_not_before(tmp_path: Path
 
         wait_until(has_beaten, what="some heartbeats")
     wait_until(stop_requested.is_set, what="the role to notice", deadline_s=20)
+    assert not stop_requested.by_coordinator(), "nobody asked"
 
 
 def test_roles_of_an_earlier_coordinator_are_asked_to_stop(tmp_path: Path) -> None:
@@ -64,3 +65,4 @@ def test_roles_of_an_earlier_coordinator_are_asked_to_stop(tmp_path: Path) -> No
     assert not stop_requested.is_set()
     stop_earlier_roles(tmp_path, [("sparse", 0), ("sparse", 1)])
     wait_until(stop_requested.is_set, what="the stop request")
+    assert stop_requested.by_coordinator()

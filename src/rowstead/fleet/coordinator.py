@@ -234,7 +234,7 @@ class Coordinator:
             folder.write_record(record)
             for text in closing_advice(spec.train, self._position.step, outcome.quality):
                 callback.on_message(text)
-        for text in describe_losses(record.figures if record else {"num_lost_updates": self._position.num_lost_updates}):
+        for text in describe_losses(record.figures if record else self._figures.lost_work()):
             callback.on_message(text)
         return Result(folder=folder.path, outcome=outcome, record=record, stopped_by=stop_requested.signal)
 

@@ -164,6 +164,19 @@ class FleetFigures:
             sent[name] - int(self._usage[name].last.get("num_updates", 0)) for name in sent
         )
 
+    def lost_work(self) -> dict[str, float]:
+        """Return what was lost, as far as usage samples say it."""
+        return {"num_lost_updates": self.num_lost_updates, **self.lost_dense_work()}
+
+    def lost_dense_work(self) -> dict[str, float]:
+        """Return what roles had not saved of dense parameters when they were killed, since this process started them."""
+        lost = {}
+        for name, kind, unsaved in UNSAVED_WORK:
+            usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind) if handle.name in self._usage]
+            if usages and (kind == "dense" or not self._supervisor.of_kind("dense")):
+                lost[name] = sum(usage.total_of_earlier(unsaved) for usage in usages)
+        return lost
+
     def _trainers(self) -> list[UsageReader]:
         return [self._usage[handle.name] for handle in self._supervisor.of_kind("trainer") if handle.name in self._usage]
 
@@ -182,10 +195,7 @@ class FleetFigures:
         if "num_lost_updates" in figures:
             figures["num_lost_updates"] += self._before.num_lost_updates
         self.read()
-        for name, kind, unsaved in UNSAVED_WORK:
-            usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind)]
-            if usages and (kind == "dense" or not self._supervisor.of_kind("dense")):
-                figures[name] = sum(usage.total_of_earlier(unsaved) for usage in usages)
+        figures |= self.lost_dense_work()
         cpu_s = coordinator_cpu_s
         for kind in dict.fromkeys(handle.kind for handle in self._supervisor.handles):
             usages = [self._usage[handle.name] for handle in self._supervisor.of_kind(kind)]

@@ -131,10 +131,11 @@ class StopRequested:
             now_s = time.monotonic()
             if not self._is_set and now_s >= self._polled_s + FILE_POLL_INTERVAL_S:
                 self._polled_s = now_s
-                self._is_set = self._has_stop_file() or self._coordinator.idle_s() > COORDINATOR_GONE_AFTER_S
+                self._is_set = self.by_coordinator() or self._coordinator.idle_s() > COORDINATOR_GONE_AFTER_S
             return self._is_set
 
-    def _has_stop_file(self) -> bool:
+    def by_coordinator(self) -> bool:
+        """Whether the coordinator has asked, not only fallen silent."""
         try:
             return self._stop_file.read_text().strip() == self._incarnation
         except OSError:

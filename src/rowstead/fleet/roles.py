@@ -124,8 +124,8 @@ def run_role(kind: RoleKind, folder: Path, number: int, incarnation: int, *, add
 
     code = _run_to_exit_code(serve)
     if stop_requested is not None:
-        if code == STOPPED and stop_requested.is_set():
-            code = 0  # the coordinator asked
+        if code == STOPPED and stop_requested.by_coordinator():
+            code = 0
         found = read_address(folder, kind, number)
         if found is not None and found.pid == os.getpid():
             write_exit_code(folder, kind, number, incarnation, code)

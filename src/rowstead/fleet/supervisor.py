@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from rowstead.distributed.launch import USER_ERROR
 from rowstead.fleet.keys import Keys
-from rowstead.fleet.liveness import SILENT_AFTER_S, FileActivity
+from rowstead.fleet.liveness import SILENT_AFTER_S, AwakeClock, FileActivity
 from rowstead.fleet.local_process import POLL_INTERVAL_S, Role, stop_roles
 from rowstead.fleet.restart_policy import ExitedRole, RoleDecision, decide
 from rowstead.fleet.roster import RoleAddress, RoleFiles, Roster, read_address
@@ -58,6 +58,7 @@ class RoleHandle:
     incarnation: int = 0
     state: State = "starting"
     started_s: float = 0.0
+    """By the supervisor's `AwakeClock`."""
     num_counted_restarts: int = 0
     """Restarts counted against it: see `restart_policy.py`."""
     restart_at_s: float = 0.0
@@ -101,6 +102,7 @@ class Supervisor:
         self._launcher, self._on_message, self._keys = launcher, on_message, keys
         self.roster = Roster(folder)
         self.handles: list[RoleHandle] = []
+        self._awake_s = AwakeClock()
         self.num_restarts: dict[str, int] = {}
         """By kind of role, over the whole run."""
         self._outdated: set[str] = set()
@@ -119,7 +121,7 @@ class Supervisor:
             if kind in kinds:
                 log_start_bytes = RoleFiles(self.folder, kind, number).log_size_bytes
                 role = self._launcher.start(kind, number)
-                self.handles.append(RoleHandle(kind, number, role, started_s=time.monotonic(), log_start_bytes=log_start_bytes))
+                self.handles.append(RoleHandle(kind, number, role, started_s=self._awake_s(), log_start_bytes=log_start_bytes))
 
     def wait_ready(self, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until all started roles are ready or have exited, or `until` holds; raise a RoleError if one cannot start."""
@@ -129,6 +131,7 @@ class Supervisor:
 
     def poll(self) -> None:
         """Check all roles once, and restart those that are due; raise a RoleError if the fleet cannot continue."""
+        self._awake_s()
         for handle in self.handles:
             if handle.state == "restarting" and time.monotonic() >= handle.restart_at_s:
                 self._restart(handle)
@@ -188,7 +191,7 @@ class Supervisor:
             handle.activity = FileActivity(files.address, files.usage)
             self._write_roster()
             self._mark_members_changed()
-        elif self.spec.start != "manual" and time.monotonic() - handle.started_s > self.spec.start_s:
+        elif self.spec.start != "manual" and self._awake_s() - handle.started_s > self.spec.start_s:
             handle.role.kill()
             self._fail(
                 handle,
@@ -211,7 +214,7 @@ class Supervisor:
             code=code,
             was_ready=handle.state == "ready",
             was_silent=handle.is_silent,
-            ran_s=time.monotonic() - handle.started_s,
+            ran_s=self._awake_s() - handle.started_s,
             num_restarts=handle.num_counted_restarts,
             num_other_trainers=sum(other.is_active for other in others),
         )
@@ -238,7 +241,7 @@ class Supervisor:
         handle.incarnation += 1
         handle.log_start_bytes = RoleFiles(self.folder, handle.kind, handle.number).log_size_bytes
         handle.role = self._launcher.start(handle.kind, handle.number, handle.incarnation)
-        handle.state, handle.started_s, handle.is_silent = "starting", time.monotonic(), False
+        handle.state, handle.started_s, handle.is_silent = "starting", self._awake_s(), False
 
     def _fail(self, handle: RoleHandle, reason: str, *, is_user_error: bool = False) -> None:
         handle.state = "given up"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -56,6 +57,7 @@ from rowstead.training.sync import build_policies
 from rowstead.training.sync_base import SyncPolicy
 from rowstead.training.throughput import Throughput
 
+_log = logging.getLogger("rowstead.fleet")
 DEADLINE_S = 120.0
 """How long a trainer waits for a server before it gives up; enough to restart the server."""
 
@@ -265,7 +267,12 @@ class FleetTrainer:
             every = self._spec.train.checkpoint_every
             is_due = every is not None and self._num_steps // every > self._saved_steps // every
         if is_due:
-            self._save()
+            try:
+                self._save()
+            except OSError as error:
+                if self._fleet.tables == "local":
+                    raise
+                _log.warning("%s could not save its dense parameters, and tries again later: %s", self.name, error)
             self._save_interval.grow()
 
     def _save(self) -> None:
