@@ -25,6 +25,7 @@ from rowstead.plan.predict import build_predicted_record, comparison_text, predi
 from rowstead.plan.work import step_work
 from rowstead.records.files import write_atomic
 from rowstead.records.run_folder import DEFAULT_ROOT, RunFolder
+from rowstead.records.temporary import remove_abandoned
 from rowstead.records.usage import KERNELS, PERF, UsageSampler, machine_facts, perf_traffic_bytes, versions
 from rowstead.report.placement import placement_text
 from rowstead.spec.catalogue import calibrated_machine
@@ -158,6 +159,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(open_process_group(device))
         callback = callback if group.rank == 0 else Callback()
+        remove_abandoned()
 
         # The folder to resume: the one that was given, or that of this job before torchrun or the launcher restarted it.
         folder = folder or job.find_restarted_folder(group, spec, root, out)

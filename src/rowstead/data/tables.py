@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from rowstead.data.columns import arrow_column
 from rowstead.data.files import choose_file_log
+from rowstead.records.temporary import temporary_folder
 from rowstead.spec.data import FILE_LOGS, LOG_KINDS
 from rowstead.spec.errors import DataError, RowsteadError
 from rowstead.spec.run import RunSpec, load_recipe
@@ -92,8 +92,8 @@ def as_files(data: Any) -> Iterator[tuple[str, ...] | None]:
     if data is None or (paths := list_files(data)) is not None:
         yield None if data is None else paths
         return
-    with tempfile.TemporaryDirectory(prefix="rowstead-") as folder:
-        yield (str(keep_table(data, Path(folder))),)
+    with temporary_folder() as folder:
+        yield (str(keep_table(data, folder)),)
 
 
 def read_given(

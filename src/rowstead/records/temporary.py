@@ -1,6 +1,6 @@
 """Temporary folders that only their user can enter, and that do not stay behind when their process is killed.
 
-Their owner holds a lock on the folder while it lives. Each new one first removes those whose lock nobody holds any more. The lock also keeps
+Their owner holds a lock on the folder while it lives. Each new one, and each run that starts, first removes those whose lock nobody holds any more. The lock also keeps
 `systemd-tmpfiles` away from the folder of a long run.
 """
 
@@ -23,7 +23,6 @@ MARKER = ".rowstead-temporary"
 @contextlib.contextmanager
 def temporary_folder(parent: Path | str | None = None, *, prefix: str = PREFIX) -> Iterator[Path]:
     """Create a folder with mode 0700, and remove it at the end; `parent` is the system's temporary folder by default."""
-    parent = Path(tempfile.gettempdir() if parent is None else parent)
     remove_abandoned(parent, prefix=prefix)
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -37,8 +36,9 @@ def temporary_folder(parent: Path | str | None = None, *, prefix: str = PREFIX) 
         os.close(lock)
 
 
-def remove_abandoned(parent: Path, *, prefix: str = PREFIX) -> None:
+def remove_abandoned(parent: Path | str | None = None, *, prefix: str = PREFIX) -> None:
     """Remove the folders of `temporary_folder` in `parent` that this user's killed processes have left."""
+    parent = Path(tempfile.gettempdir() if parent is None else parent)
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in list(entries):
             if entry.name.startswith(prefix):

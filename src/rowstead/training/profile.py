@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,6 +15,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from rowstead.records.files import write_atomic
+from rowstead.records.temporary import temporary_folder
 from rowstead.records.timers import Timers
 from rowstead.report.placement import align_columns
 from rowstead.spec.phases import Phase
@@ -136,8 +136,8 @@ class Profiler:
         return "\n".join(lines)
 
     def _write(self, ended: profile) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
+        with temporary_folder() as folder:
+            file = folder / "trace.json"
             ended.export_chrome_trace(str(file))
             trace: dict[str, Any] = json.loads(file.read_bytes())
         named = {(os.getpid(), thread): name for thread, name in self._threads.items()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from rowstead.records.temporary import temporary_folder
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.parse import parse, to_plain
 from rowstead.spec.run import RunSpec
@@ -52,8 +51,8 @@ def main() -> None:
     from rowstead.run import train
 
     spec = parse(RunSpec, json.loads(sys.stdin.read()))
-    with tempfile.TemporaryDirectory() as folder:
-        result = train(spec, out=Path(folder) / "run", progress=False)
+    with temporary_folder() as folder:
+        result = train(spec, out=folder / "run", progress=False)
     assert result.record is not None
     print(json.dumps(result.record.figures["peak_memory_bytes"]))
 
