@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.fault_runs import BATCH_SIZE, NUM_STEPS, Part, Result
+from benchmarks.fault_recipe import BATCH_SIZE, NUM_STEPS
+from benchmarks.fault_runs import Part, Result
 from benchmarks.fault_schedules import roles_of
 from rowstead.training import checkpoint
 

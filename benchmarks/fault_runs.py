@@ -5,12 +5,10 @@ A run is resumed until it has finished. Every end before that has to be explaine
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,20 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
+from benchmarks.fault_command import POLL_INTERVAL_S, ForkedCommand
+from benchmarks.fault_effects import SmallDisk, cut_tcp, send
 from benchmarks.fault_links import Links
-from benchmarks.fault_schedules import FORK_SERVER, MAIN, RANKS, Fault, Mode, Schedule
+from benchmarks.fault_recipe import NUM_STEPS, recipe
+from benchmarks.fault_schedules import FORK_SERVER, MAIN, RANKS, Fault, Schedule
 
-BATCH_SIZE = 96
-NUM_STEPS: dict[Mode, int] = {"single": 1000, "processes": 200, "fleet": 1000}
-CHECKPOINT_EVERY: dict[Mode, int] = {"single": 100, "processes": 25, "fleet": 200}
 MAX_RESTARTS = 50
 """Of a role: the faults of a schedule must not add up to a role that fails too often."""
-DISK_BYTES = 64 << 20
 DEADLINE_S, STALLED_S = 3600.0, 600.0
 """Of a whole schedule, and of a time without any step. Other work on the machine may make a run twenty times slower."""
 VICTIM_WAIT_S = 5.0
@@ -43,40 +39,6 @@ GONE_S = 30.0
 MAX_STARTS = 30
 DUTY_S = (0.04, 0.01)
 """A slow process is stopped and continued for so long in turns."""
-POLL_INTERVAL_S = 0.02
-
-
-def recipe(schedule: Schedule, folder: Path) -> dict[str, Any]:
-    """A recipe that is learned well within seconds, as YAML would give it."""
-    mode = schedule.mode
-    num_train_samples = NUM_STEPS[mode] * BATCH_SIZE
-    synth = {
-        "num_train_samples": num_train_samples,
-        "num_eval_samples": 10_000 if mode == "fleet" else 1000,
-        "num_dense": 4,
-        "num_sparse": 3,
-    }
-    synth |= {"num_ids": 50, "lengths": "poisson", "mean_ids": 1.5, "signal": 1.0, "interaction_share": 0.0}
-    train: dict[str, Any] = {"batch_size": BATCH_SIZE, "log_every": 10, "checkpoint_every": CHECKPOINT_EVERY[mode]}
-    train |= {"schedule": {"decay": "linear"}, "sparse_optimizer": {"lr": 0.1}, "dense_optimizer": {"lr": 0.02}}
-    plain: dict[str, Any] = {
-        "name": "faults",
-        "data": {"synth": synth},
-        "features": {
-            "dense": [{"name": "dense_{i}", "repeat": 4}],
-            "sparse": [{"name": "sparse_{i}", "repeat": 3, "num_rows": 50}],
-        },
-        "model": {"width": 8, "bottom": [64], "top": [64]},
-        "train": train,
-        "threads": 1,
-    }
-    if mode == "fleet":
-        train["sync"] = {"period": 4}
-    if schedule.training == "increments":
-        train["full_checkpoint_every"] = 4
-    if schedule.training == "ssd":
-        plain |= {"placement": {"*": "ssd"}, "memory": {"folder": str(folder)}}
-    return plain
 
 
 @dataclass
@@ -120,96 +82,8 @@ class Result:
     """Command lines of processes that were still there some time after the end."""
 
 
-class ForkedCommand:
-    """The command in a fork of this process, which has imported what it needs: as `subprocess.Popen`, with less processor time."""
-
-    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
-        import torch._dynamo  # noqa: F401, RUF100 - the optimizers do, and it takes a second
-
-        from rowstead.cli import app, fleet, main  # noqa: F401, RUF100
-        from rowstead.fleet import coordinator  # noqa: F401, RUF100
-        from rowstead.run import train  # noqa: F401, RUF100
-
-        sys.stdout.flush()
-        self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 1
-        try:
-            atexit._clear()  # or this fork would remove our temporary folders
-            os.setsid()
-            os.closerange(3, 4096)  # connections of `Links`: a copy would keep them open when they are cut
-            printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            for standard in (1, 2):
-                os.dup2(printed, standard)
-            os.environ.clear()
-            os.environ.update(environment)
-            tempfile.tempdir = None
-            sys.argv = ["rowstead", *arguments]
-            main.command()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        finally:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(POLL_INTERVAL_S)
-        return code
-
-
 class StalledError(Exception):
     """A run neither progresses nor ends."""
-
-
-class SmallDisk:
-    """A file system of a few megabytes that can be filled up; for others than root, a limit on the size of files instead."""
-
-    def __init__(self, path: Path, processes: Callable[[], list[psutil.Process]]) -> None:
-        self.path, self._processes, self.is_full = path, processes, False
-        path.mkdir()
-        mount = shutil.which("mount")
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "tmpfs", str(path)]
-        self.is_mounted = mount is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-    def fill(self) -> None:
-        self.is_full = True
-        if not self.is_mounted:
-            self._limit(1)
-            return
-        with contextlib.suppress(OSError), open(self.path / "ballast", "ab", buffering=0) as file:
-            for size in (1 << 20, 1 << 12):
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
-
-    def free(self) -> None:
-        self.is_full = False
-        if not self.is_mounted:
-            self._limit(resource.RLIM_INFINITY)
-            return
-        (self.path / "ballast").unlink(missing_ok=True)
-
-    def _limit(self, most: int) -> None:
-        for process in self._processes():
-            with contextlib.suppress(OSError, ValueError, psutil.Error):
-                _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(most, hard) if hard >= 0 else most, hard))
-
-    def remove(self) -> None:
-        if self.is_mounted:
-            subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
 
 
 class DisturbedRun:
@@ -521,32 +395,6 @@ class DisturbedRun:
     def _continue(self, processes: list[psutil.Process]) -> bool:
         send(processes, signal.SIGCONT)
         return False
-
-
-def send(processes: list[psutil.Process], number: int) -> None:
-    """Send a signal to those that still run; psutil knows a process from a later one with its id."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError):
-            process.send_signal(number)
-
-
-def cut_tcp(processes: Any) -> bool:
-    """Close the TCP connections between processes of this machine, which only root can; whether any was."""
-    if shutil.which("ss") is None:
-        return False
-    was_cut = False
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            for one in process.net_connections("tcp"):
-                if one.status == psutil.CONN_ESTABLISHED:
-                    local, remote = (
-                        f"{'[' + end.ip + ']' if ':' in end.ip else end.ip}:{end.port}" for end in (one.laddr, one.raddr)
-                    )
-                    done = subprocess.run(
-                        ["ss", "-K", "src", local, "dst", remote], capture_output=True, check=False, text=True
-                    )
-                    was_cut |= done.returncode == 0 and "ESTAB" in done.stdout
-    return was_cut
 
 
 @contextlib.contextmanager

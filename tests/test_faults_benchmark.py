@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fault_oracle, fault_runs
+from benchmarks import fault_oracle, fault_recipe
 from benchmarks.fault_links import Links
 from benchmarks.fault_oracle import (
     Reference,
@@ -324,7 +324,7 @@ def test_a_link_passes_bytes_and_can_be_slow_or_cut(sockets: Path) -> None:
 def test_a_run_that_is_killed_stopped_and_frozen_and_whose_disk_fills_up_is_what_it_would_have_been(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(fault_runs.NUM_STEPS, "single", 400)
+    monkeypatch.setitem(fault_recipe.NUM_STEPS, "single", 400)
     undisturbed = Schedule(seed=0, mode="single", training="", fleet="", faults=())
     with disturbed(undisturbed) as result:
         reference = read_reference(result.out)
