@@ -21,7 +21,8 @@ from typing import Any
 import typer
 
 from docs.api_page import api_page
-from docs.results import headlines, performance_page
+from docs.headlines import headlines
+from docs.results import performance_page
 from rowstead.cli.app import app
 from rowstead.spec.encoders import ENCODERS, EncoderSpec
 from rowstead.spec.heads import HEADS, TASK_HEADS, TaskHeadSpec, TaskSpec
