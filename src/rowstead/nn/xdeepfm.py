@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rowstead.nn.fields import Fields
 from rowstead.nn.layers import deep_part
@@ -47,14 +46,15 @@ class CompressedInteraction(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Vectors [B, M, D] to the sums of all feature maps over D: [B, sum of H]."""
-        start = vectors.transpose(1, 2)  # [B, D, M]
+        num_fields, shape = vectors.shape[1], (vectors.shape[2], vectors.shape[0])
+        start = vectors.permute(1, 2, 0).flatten(1)  # [M, D B]: the long dimension last, or loops over M are too short to vectorise
         maps, sums = start, []
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
-            if layer.out_features < start.shape[2]:  # sum over j first, which makes fewer numbers than all products do
-                of_maps = functional.linear(start, layer.weight.view(-1, start.shape[2])).unflatten(2, (-1, maps.shape[2]))
-                maps = (of_maps * maps.unsqueeze(2)).sum(dim=3)  # [B, D, H]
+            if layer.out_features < num_fields:  # sum over j first, which makes fewer numbers than all products do
+                of_maps = (layer.weight.view(-1, num_fields) @ start).unflatten(0, (-1, maps.shape[0]))
+                maps = (of_maps * maps).sum(dim=1)  # [H, D B]
             else:
-                maps = layer((maps.unsqueeze(3) * start.unsqueeze(2)).flatten(2))
-            sums.append(maps.sum(dim=1))
-        return torch.cat(sums, dim=1)
+                maps = layer.weight @ (maps.unsqueeze(1) * start).flatten(0, 1)
+            sums.append(maps.unflatten(1, shape).sum(dim=1))
+        return torch.cat(sums).t()
