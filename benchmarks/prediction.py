@@ -295,6 +295,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, metavar="N", help=f"how many models [default: {NUM_MODELS}; quick: {NUM_QUICK}]")
     parser.add_argument("--seed", type=int, default=2026, help="by which models are drawn")
     parser.add_argument("--write-machine", metavar="FILE", help="keep what was measured of the machine")
+    parser.add_argument("--no-placements", action="store_true", help="leave out the choice of placements, which takes longest")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(min(torch.get_num_threads(), container_cores() or torch.get_num_threads()))
@@ -340,11 +341,12 @@ def main() -> None:
     rows = [model_row(shape, machine, device, passes) for shape, passes in zip(shapes, found, strict=True)]
     rows += fleet_rows(fleets, machine, pace, is_quick=options.quick, tell=lambda line: _progress(line, start))
     summary = {**summary_of(rows), **noise_of(rows)}
-    cases, placed = placed_models(
-        machine, device, seed=options.seed, is_quick=options.quick, tell=lambda line: _progress(line, start)
-    )
-    summary |= placement_summary(cases)
-    rows += cases + placed
+    if not options.no_placements:
+        cases, placed = placed_models(
+            machine, device, seed=options.seed, is_quick=options.quick, tell=lambda line: _progress(line, start)
+        )
+        summary |= placement_summary(cases)
+        rows += cases + placed
     if options.machine is None:
         summary["calibrate_s"] = calibrate_s
     publish("prediction", rows, summary, options)
