@@ -47,7 +47,8 @@ class CompressedInteraction(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Vectors [B, M, D] to the sums of all feature maps over D: [B, sum of H]."""
         num_fields, shape = vectors.shape[1], (vectors.shape[2], vectors.shape[0])
-        start = vectors.permute(1, 2, 0).flatten(1)  # [M, D B]: the long dimension last, or loops over M are too short to vectorise
+        # [M, D B]: the long dimension is last, since loops over M are too short to vectorise.
+        start = vectors.permute(1, 2, 0).flatten(1)
         maps, sums = start, []
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
