@@ -19,13 +19,14 @@ from rowstead.cli.console import quality_rows
 from rowstead.data.batch import Batch, BatchTotals
 from rowstead.data.open_log import open_sources
 from rowstead.data.synth import SynthLog, write_parquet
+from rowstead.nn.heads import Head
 from rowstead.report.charts_runs import tasks_of
 from rowstead.report.inputs import gather
 from rowstead.run import Result, resume, train
 from rowstead.serve.export import export
 from rowstead.serve.exported import load_exported
 from rowstead.serve.predict import predict
-from rowstead.spec.errors import CheckpointError, DataError
+from rowstead.spec.errors import CheckpointError, DataError, TrainingError
 from rowstead.spec.heads import TaskSpec
 from rowstead.spec.parse import override, parse, to_plain
 from rowstead.spec.run import RunSpec
@@ -36,7 +37,7 @@ from rowstead.training.checkpoint_fits import architecture, check_same_model
 from rowstead.training.metrics import Evaluation, Quality
 from rowstead.training.progress import EarlyStopping, Position
 from rowstead.training.progress_bar import quality_line
-from rowstead.training.task_metrics import TaskEvaluation
+from rowstead.training.task_metrics import NumberEvaluation, TaskEvaluation
 from tests.small_runs import small_plain, small_spec, tensors_in
 
 TASKS = (
@@ -170,6 +171,15 @@ def test_measures_of_a_task_are_those_of_the_examples_that_have_its_label() -> N
     assert figures["spent/mse"] == spent.mse
     assert figures["ne"] == figures["click/ne"]
     assert figures["num_samples"] == 300
+
+
+def test_a_number_is_measured_as_its_head_predicts_it() -> None:
+    evaluation = NumberEvaluation(Head(example_loss=torch.sub, predict=torch.exp))
+    evaluation.add(np.log(np.array([1.0, 2.0, 4.0], np.float32)), np.array([1.0, 2.0, 7.0], np.float32))
+    found = evaluation.quality()
+    assert (found.mse, found.mean_prediction) == (pytest.approx(3), pytest.approx(7 / 3))
+    with pytest.raises(TrainingError, match="not finite"):
+        evaluation.add(np.array([1e9], np.float32), np.ones(1, np.float32))
 
 
 def test_a_task_without_labels_is_left_out_and_named_and_the_first_one_must_have_some() -> None:

@@ -52,7 +52,7 @@ class HeadEntry:
     is_log_loss: bool
     """Whether the training loss is the log loss, so that it can be stated as NE."""
     is_probability: bool = True
-    """Whether it predicts a probability of labels from 0 to 1; else a number, of labels of any size."""
+    """Whether it predicts the probability sigmoid(logit) of labels from 0 to 1; else a number, of labels of any size."""
 
     @property
     def label_range(self) -> tuple[float, float]:

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from rowstead.nn.heads import Head, head_of
 from rowstead.spec.errors import DataError, TrainingError
 from rowstead.spec.heads import HEADS, TaskSpec
 from rowstead.training.metrics import EXACT_AUC_SAMPLES, Evaluation, Quality
@@ -23,7 +25,9 @@ class TaskEvaluation:
         """With `is_chain` the second task is measured where the first label is above 0: elsewhere its label says nothing of it."""
         self._tasks, self._is_chain = tuple(tasks), is_chain
         limits = {"exact_auc_samples": EXACT_AUC_SAMPLES // len(tasks), "max_grouped": MAX_GROUPED_SAMPLES // len(tasks)}
-        self._evaluations = [Evaluation(**limits) if HEADS[task.loss].is_probability else NumberEvaluation() for task in tasks]
+        self._evaluations = [
+            Evaluation(**limits) if HEADS[task.loss].is_probability else NumberEvaluation(head_of(task.loss)) for task in tasks
+        ]
         self.num_samples = 0
 
     def add(
@@ -77,8 +81,8 @@ class TaskEvaluation:
 class NumberEvaluation:
     """As `Evaluation`, for a label that is a number of any size."""
 
-    def __init__(self) -> None:
-        self.num_samples = 0
+    def __init__(self, head: Head) -> None:
+        self._head, self.num_samples = head, 0
         self._weight = self._label = self._prediction = self._square = 0.0
 
     def add(
@@ -90,13 +94,14 @@ class NumberEvaluation:
         groups: NDArray[np.int64] | None = None,
         segments: NDArray[np.int64] | None = None,
     ) -> None:
-        """Add one batch: predictions [B], labels [B], example weights [B]; the others do not apply to numbers."""
-        if not np.isfinite(logits).all():
+        """Add one batch: logits [B], labels [B], example weights [B]; the others do not apply to numbers."""
+        predictions = self._head.predict(torch.from_numpy(logits)).numpy()
+        if not np.isfinite(predictions).all():
             raise TrainingError(
                 "the model's predictions are not finite: training diverged. Train again with lower learning rates, "
                 "or set `clip` of the optimizers"
             )
-        prediction, label = logits.astype(np.float64), labels.astype(np.float64)
+        prediction, label = predictions.astype(np.float64), labels.astype(np.float64)
         weight = np.ones_like(label) if weights is None else weights.astype(np.float64)
         self.num_samples += len(label)
         self._weight += float(weight.sum())
