@@ -96,11 +96,17 @@ def alternate(
     repeats: int,
     warmups: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds by `clock` of each of `repeats` rounds, the contenders taking turns, after `warmups` rounds that do not count."""
+    """Seconds by `clock` of each of `repeats` rounds, the contenders taking turns, after `warmups` rounds that do not count.
+
+    `prepare` is called before each turn, untimed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in measures}
     for turn in range(warmups + repeats):
         for name, measure in measures.items():
+            if prepare is not None:
+                prepare()
             start = clock()
             measure()
             if turn >= warmups:
