@@ -147,6 +147,7 @@ def compare(path: Path, num_rows: int, repeats: int) -> dict[str, dict[str, floa
         "pandas, batches": lambda: read_with_pandas(path, by_row=False),
     }
     assert all(read() == num_rows for read in contenders.values())
+
     def settle() -> None:
         """Free what the contender before has left, a GB after pandas: else the next pays for memory that the system has to clear."""
         gc.collect()

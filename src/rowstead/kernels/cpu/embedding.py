@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowstead.kernels.check import fault_of
-from rowstead.kernels.cpu.embedding_kernels import NUM_DIGITS, copy_distinct, pool_bags, update_distinct, update_tables
+from rowstead.kernels.cpu.embedding_kernels import (
+    copy_distinct,
+    pool_bags,
+    split_into_tasks,
+    update_distinct,
+    update_tables,
+)
 from rowstead.kernels.cpu.thread_team import run_on_threads
 from rowstead.kernels.cpu.traffic import add_bytes
 from rowstead.kernels.layout import Layout
@@ -70,7 +76,7 @@ def lookup(tables: Sequence[Tensor], layout: Layout, ids: Tensor, offsets: Tenso
 
     if max(run_on_threads(pool, threads)) >= 0:
         raise DataError(fault_of(layout, ids.numpy(), bounds, num_samples))
-    add_bytes(pooled.nbytes + tables[0].element_size() * _per_id(bounds, num_samples, arrays, arrays.widths))
+    add_bytes(pooled.nbytes + tables[0].element_size() * float(np.diff(bounds[::num_samples]) @ np.diff(arrays.columns)))
     return pooled
 
 
@@ -93,24 +99,18 @@ def update(
     arrays, ids, grad = _layout_arrays(layout), ids.contiguous(), grad.contiguous()
     bounds = offsets.contiguous().numpy()
     threads = _num_parts(ids.numel())
-    tasks = _split_into_tasks(_ids_per_table(bounds, len(grad), arrays), threads * TASKS if threads > 1 else 1)
+    tasks, counts = split_into_tasks(bounds, len(grad), arrays.table_of, len(tables), threads * TASKS if threads > 1 else 1)
     memory = _memory(optimizer.kind, tables, states)
     given = weights if weights is None else weights.to(grad.dtype).contiguous()
     rule = _rule(optimizer, lr, step, grad.dtype)
-    scaled = given is not None or rule[0] > 0 or bool(arrays.is_mean.any())
-    counter, capacity = np.zeros(1, np.int64), int(tasks[:, 3].max()) + 1
-
-    def work() -> None:
-        words, spare, sources = (np.empty(capacity, dtype) for dtype in (np.uint64, np.uint64, np.int64))
-        scales, summed = (np.empty(size, rule[2].dtype) for size in (capacity, arrays.widths.max()))
-        update_tables(
-            counter, tasks, len(grad), *memory, arrays.num_rows, arrays.widths, arrays.columns, arrays.is_mean,
-            arrays.features_from, arrays.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
-            _SCALARS[grad.dtype], *rule, scaled, words, spare, sources, scales, summed, np.empty(NUM_DIGITS, np.int64),
-        )  # fmt: skip
-
-    run_on_threads(work, threads)
-    add_bytes(_per_id(bounds, len(grad), arrays, _updated_bytes(arrays.widths, tables[0], grad, memory)))
+    scaled = given is not None or rule[0] > 0 or arrays.has_means
+    arguments = (
+        np.zeros(1, np.int64), tasks, int(counts.max()) + 1, max(arrays.width_of), len(grad), *memory, arrays.num_rows, arrays.widths, arrays.columns,
+        arrays.is_mean, arrays.features_from, arrays.features, *_batch(tables[0], ids, bounds, given), grad.data_ptr(),
+        _SCALARS[grad.dtype], *rule, scaled,
+    )  # fmt: skip
+    run_on_threads(lambda: update_tables(*arguments), threads)
+    add_bytes(counts @ _updated_bytes(optimizer.kind, arrays.width_of, tables[0].dtype, grad.dtype))
 
 
 # Distinct rows, for a server that others send summed gradients to: ids must be in range
@@ -143,40 +143,26 @@ def update_rows(
 
     Ids of one table must be distinct. Nothing is clipped.
     """
-    widths, memory = np.array([table.shape[1] for table in tables], np.int64), _memory(optimizer.kind, tables, states)
+    widths, memory = tuple(table.shape[1] for table in tables), _memory(optimizer.kind, tables, states)
     _, *rule = _rule(optimizer, lr, step, grad.dtype)
-    update_distinct(*memory, widths, ids, bounds, grad.data_ptr(), _SCALARS[tables[0].dtype], _SCALARS[grad.dtype], *rule)
-    add_bytes(float(np.diff(bounds) @ _updated_bytes(widths, tables[0], grad, memory)))
+    update_distinct(
+        *memory,
+        np.array(widths, np.int64),
+        ids,
+        bounds,
+        grad.data_ptr(),
+        _SCALARS[tables[0].dtype],
+        _SCALARS[grad.dtype],
+        *rule,
+    )
+    add_bytes(float(np.diff(bounds) @ _updated_bytes(optimizer.kind, widths, tables[0].dtype, grad.dtype)))
 
 
-def _split_into_tasks(counts: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
-    """Tasks of an update [tasks, 4], largest first, for tables with so many ids [T]: table, remainder, log2 of parts, ids of the table.
-
-    No task has more than about one part in `wanted` of all ids; a single thread wants 1.
-    """
-    most, part_bits = max(1, counts.sum() // wanted), np.zeros_like(counts)
-    while wanted > 1 and (large := counts >> part_bits > most).any():
-        part_bits += large
-    order = np.argsort(-(counts >> part_bits), kind="stable")
-    parts = 1 << part_bits[order]
-    tables = np.repeat(order, parts)
-    remainders = np.arange(len(tables)) - np.repeat(np.cumsum(parts) - parts, parts)
-    return np.stack([tables, remainders, part_bits[tables], counts[tables]], axis=1)
-
-
-def _ids_per_table(bounds: NDArray[np.int64], num_samples: int, arrays: _LayoutArrays) -> NDArray[np.int64]:
-    """The number of ids of a batch per table [T]."""
-    return np.add.reduceat(np.diff(bounds[::num_samples])[arrays.features], arrays.features_from[:-1])
-
-
-def _per_id(bounds: NDArray[np.int64], num_samples: int, arrays: _LayoutArrays, amounts: NDArray[np.int64]) -> float:
-    """The sum over all ids of a batch of the amount of each id's table; amounts [T]."""
-    return float(np.diff(bounds[::num_samples]) @ amounts[arrays.table_of]) if num_samples else 0.0
-
-
-def _updated_bytes(widths: NDArray[np.int64], rows: Tensor, grad: Tensor, memory: NDArray[np.int64]) -> NDArray[np.int64]:
+@lru_cache(maxsize=64)
+def _updated_bytes(kind: RowOptimizerName, widths: tuple[int, ...], rows: torch.dtype, real: torch.dtype) -> NDArray[np.int64]:
     """Bytes that an update moves per row of each table [T]: the gradient is read, row and state are read and written."""
-    return widths * (grad.element_size() + 2 * rows.element_size()) + 2 * (memory[3] + memory[4])
+    state_columns = [sum(ROW_OPTIMIZERS[kind].state_columns(width).values()) for width in widths]
+    return (2 * np.array(state_columns, np.int64) + widths) * real.itemsize + 2 * rows.itemsize * np.array(widths, np.int64)
 
 
 # Arguments of the compiled functions
@@ -211,9 +197,12 @@ class _LayoutArrays:
 
     num_rows: NDArray[np.int64]  # [T]
     widths: NDArray[np.int64]  # [T]
+    width_of: tuple[int, ...]
+    """The same."""
     table_of: NDArray[np.int64]  # [F]
     columns: NDArray[np.int64]  # [F + 1]
     is_mean: NDArray[np.bool_]  # [F]
+    has_means: bool
     features_from: NDArray[np.int64]  # [T + 1]
     features: NDArray[np.int64]  # [F]
 
@@ -224,9 +213,11 @@ def _layout_arrays(layout: Layout) -> _LayoutArrays:
     return _LayoutArrays(
         num_rows=np.array([table.num_rows for table in layout.tables], np.int64),
         widths=np.array([table.width for table in layout.tables], np.int64),
+        width_of=tuple(table.width for table in layout.tables),
         table_of=np.array(layout.table_of, np.int64),
         columns=np.array(layout.columns, np.int64),
         is_mean=np.array(layout.is_mean, np.bool_),
+        has_means=any(layout.is_mean),
         features_from=np.cumsum([0] + [len(table.features) for table in layout.tables], dtype=np.int64),
         features=np.array([feature for table in layout.tables for feature in table.features], np.int64),
     )

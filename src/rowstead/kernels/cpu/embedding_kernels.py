@@ -142,19 +142,48 @@ def _pool_block(  # type: ignore[no-untyped-def]
 
 
 @_jit
+def split_into_tasks(offsets, num_samples, table_of, num_tables, wanted):  # type: ignore[no-untyped-def]
+    """Tasks of an update [tasks, 4], larger before smaller by powers of two: table, remainder, log2 of parts, ids of the table.
+
+    No task has more than about one part in `wanted` of all ids; a single thread wants 1. Also returns the ids per table [T].
+    """
+    counts, part_bits = np.zeros(num_tables, np.int64), np.zeros(num_tables, np.int64)
+    for feature in range(len(table_of)):
+        counts[table_of[feature]] += offsets[(feature + 1) * num_samples] - offsets[feature * num_samples]
+    most, num_tasks, bits = max(1, offsets[-1] // wanted), 0, 0
+    for table in range(num_tables):
+        while wanted > 1 and counts[table] >> part_bits[table] > most:
+            part_bits[table] += 1
+        num_tasks += (1 << part_bits[table]) * (counts[table] > 0)
+    while offsets[-1] >> bits > 1:
+        bits += 1
+    tasks, end = np.empty((num_tasks, 4), np.int64), 0
+    for low in range(bits, -1, -1):
+        for table in range(num_tables):
+            if counts[table] >> part_bits[table] >> low == 1:
+                for remainder in range(1 << part_bits[table]):
+                    tasks[end, 0], tasks[end, 1] = table, remainder
+                    tasks[end, 2], tasks[end, 3] = part_bits[table], counts[table]
+                    end += 1
+    return tasks, counts
+
+
+@_jit
 def update_tables(  # type: ignore[no-untyped-def]
-    counter, tasks, num_samples, addresses, first, second, first_bytes, second_bytes, num_rows, widths, columns, is_mean,
-    features_from, features, rows, ids, id_type, offsets, weights, grad, real, clip, kind, scalars, step, scaled, words, spare,
-    sources, scales, summed, counts,
+    counter, tasks, capacity, widest, num_samples, addresses, first, second, first_bytes, second_bytes, num_rows, widths, columns, is_mean,
+    features_from, features, rows, ids, id_type, offsets, weights, grad, real, clip, kind, scalars, step, scaled,
 ):  # fmt: skip
     """Update the rows of one task (table, remainder, log2 of parts, ids) after another until none are left.
 
     A task has the rows of its table with that remainder modulo the number of parts. Tasks share no row, and each sums the
     gradients of a row in the order of the batch. `scaled` tells whether gradients have scales: of weights, clipping or means.
 
-    Scratch memory of each thread, with capacity for the ids of the largest task and one more: words, spare, sources, scales;
-    summed [D]; counts [`NUM_DIGITS`].
+    `capacity` is more than the ids of any task, `widest` the largest width. Scratch memory is allocated here: threads that do so in Python wait for each other, and
+    of arrays that come from outside the compiler does not know that they do not overlap.
     """
+    words, spare = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
+    sources, scales = np.empty(capacity, np.int64), np.empty(capacity, scalars.dtype)
+    summed, counts = np.empty(widest, scalars.dtype), np.empty(NUM_DIGITS, np.int64)
     while True:
         turn = take(counter)
         if turn >= len(tasks):
