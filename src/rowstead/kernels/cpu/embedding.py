@@ -145,16 +145,8 @@ def update_rows(
     """
     widths, memory = tuple(table.shape[1] for table in tables), _memory(optimizer.kind, tables, states)
     _, *rule = _rule(optimizer, lr, step, grad.dtype)
-    update_distinct(
-        *memory,
-        np.array(widths, np.int64),
-        ids,
-        bounds,
-        grad.data_ptr(),
-        _SCALARS[tables[0].dtype],
-        _SCALARS[grad.dtype],
-        *rule,
-    )
+    formats = _SCALARS[tables[0].dtype], _SCALARS[grad.dtype]
+    update_distinct(*memory, np.array(widths, np.int64), ids, bounds, grad.data_ptr(), *formats, *rule)
     add_bytes(float(np.diff(bounds) @ _updated_bytes(optimizer.kind, widths, tables[0].dtype, grad.dtype)))
 
 
