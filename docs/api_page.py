@@ -18,10 +18,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Serve": ("export", "load_exported", "Exported"),
     "Errors": ("RowsteadError",),
     "Networks of your own": ("Network", "NetworkInputs"),
-    "Embedding bags under any PyTorch model": (
+    "Embedding tables under any PyTorch model": (
         "EmbeddingBags",
         "BagTable",
         "PooledFeatures",
+        "Embeddings",
+        "EmbeddingTable",
+        "JaggedRows",
         "FusedOptimizer",
         "fuse_embedding_optimizer",
     ),
@@ -29,7 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 ABOUT = {
     "Networks of your own": "[Networks](networks.md) explains them.",
-    "Embedding bags under any PyTorch model": "[EmbeddingBags](embedding_bags.md) explains them.",
+    "Embedding tables under any PyTorch model": "[EmbeddingBags](embedding_bags.md) explains them.",
     "Serve": "[Serving](serving.md) explains what is in the folder.",
     "Follow a run": "[The tutorial](tutorial_python.md#follow-a-run) has callbacks for MLflow and Weights & Biases.",
 }
@@ -118,7 +121,9 @@ def _members(name: str, thing: type) -> Iterator[str]:
     if name in MEMBERS:
         yield from MEMBERS[name]
         return
-    for member, value in vars(thing).items():
+    ours = (cls for cls in thing.__mro__ if cls.__module__.split(".")[0] == "rowstead")
+    for member in dict.fromkeys(member for cls in ours for member in vars(cls)):
+        value = inspect.getattr_static(thing, member)
         is_callable = isinstance(value, (property, classmethod, staticmethod)) or inspect.isfunction(value)
         if is_callable and not member.startswith("_") and value.__doc__:
             yield member

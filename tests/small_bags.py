@@ -89,6 +89,9 @@ class Keyed:
     def offsets(self) -> Tensor:
         return self._sparse.offsets
 
+    def lengths(self) -> Tensor:
+        return self._sparse.offsets.diff()
+
     def weights_or_none(self) -> Tensor | None:
         return self._sparse.weights
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
+from rowstead.nn.bag_tables import EmbeddingTable
 from rowstead.nn.embedding_bags import EmbeddingBags
+from rowstead.nn.embeddings import Embeddings
 from rowstead.spec.errors import RowsteadError
 from tests.small_bags import TABLES, batch, one_example, two_tables
 
@@ -138,8 +140,15 @@ def in_data_parallel(rank: int, folder: str, optimizer: str | None) -> None:
             torch.distributed.barrier()  # neither leaves while the other still reads
             assert torch.equal(*others)
             return
-        with pytest.raises(RowsteadError, match=r"DistributedDataParallel.*each process would train other tables: leave out"):
-            parallel(one_example())
+        items = Embeddings(
+            [EmbeddingTable(name=name, num_embeddings=10, embedding_dim=4) for name in ("a", "b")], optimizer="sgd"
+        )
+        in_order = nn.parallel.DistributedDataParallel(nn.Sequential(RowsOfA(items), nn.Linear(4, 1)))
+        for trained in (parallel, in_order):
+            with pytest.raises(
+                RowsteadError, match=r"DistributedDataParallel.*each process would train other tables: leave out"
+            ):
+                trained(one_example())
     finally:
         torch.distributed.destroy_process_group()
 
@@ -151,6 +160,16 @@ class Values(nn.Module):
 
     def forward(self, sparse: Any) -> Tensor:
         values: Tensor = self.bags(sparse).values()
+        return values
+
+
+class RowsOfA(nn.Module):
+    def __init__(self, embeddings: Embeddings) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+
+    def forward(self, sparse: Any) -> Tensor:
+        values: Tensor = self.embeddings(sparse)["a"].values()
         return values
 
 

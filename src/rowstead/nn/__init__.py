@@ -1,1 +1,1 @@
-"""Networks above the embedding tables, and `EmbeddingBags` for any other PyTorch model."""
+"""Networks above the embedding tables, and `EmbeddingBags` and `Embeddings` for any other PyTorch model."""

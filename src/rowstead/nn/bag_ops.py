@@ -5,7 +5,7 @@
 returns the gradient of the `tape`, a tensor that requires gradients, so no compiler drops it; and both operators are registered as
 ordered effects, so none repeats, merges or reorders them.
 
-In eager mode `FusedLookup` does the same with less overhead.
+In eager mode `FusedLookup` (`fused_lookup.py`) does the same with less overhead.
 
 Letters: B examples, F features of the batch as given, nnz its ids.
 """
@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
 
 from rowstead.data.batch import Sparse
 from rowstead.kernels import reference
@@ -32,6 +30,7 @@ from rowstead.kernels.choose import kernels_for
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import compute_dtype
 from rowstead.nn.bag_tables import BagTable, layout_of, select_features
+from rowstead.nn.fused_lookup import OTHER_TABLES, refuse_data_parallel
 from rowstead.spec.errors import RowsteadError
 
 if TYPE_CHECKING:
@@ -253,7 +252,7 @@ def fused_update(
     if of_weights and weights is not None:  # with the rows as they were read: before the update
         rows = [table.detach() for table in bags._tables()]
         gradient = _weight_gradients(rows, bags._store.layout, sparse, weights, chosen, num_given, offsets, grad)
-    bags._update(sparse, grad)
+    bags._update([sparse], [grad])
     return torch.empty(0, device="cpu"), gradient
 
 
@@ -281,47 +280,3 @@ _EFFECTS = [
     _register_effectful_op(operator, _EffectType.ORDERED)
     for operator in (torch.ops.rowstead.fused_lookup.default, torch.ops.rowstead.fused_update.default)
 ]
-
-
-class FusedLookup(torch.autograd.Function):
-    """A look-up whose backward pass is the optimizer's update of the rows that it read."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tape: Tensor, weights: Tensor | None, bags: EmbeddingBags, sparse: Sparse, tables: list[Tensor], are_own: bool
-    ) -> Tensor:
-        """`are_own`: whether `tables` are those of the module's store; others are read, but cannot be trained."""
-        ctx.bags, ctx.sparse, ctx.tables = bags, sparse, tables
-        ctx.save_for_backward(sparse.ids, sparse.offsets, weights)
-        return bags._store.lookup(sparse, None if are_own else tables)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Reading them fails if they were changed since, or if this backward pass ran before.
-        _, _, weights = ctx.saved_tensors
-        if any(now is not read for now, read in zip(ctx.bags._tables(), ctx.tables, strict=True)):
-            raise RowsteadError(OTHER_TABLES)
-        sparse, of_weights = ctx.sparse, None
-        if ctx.needs_input_grad[1]:  # with the rows as they were read: before the update
-            layout = ctx.bags._store.layout
-            gradient = reference.weight_gradients(ctx.tables, layout, sparse.ids, sparse.offsets, grad)
-            of_weights = gradient.to(weights.dtype)
-        ctx.bags._update(sparse, grad)
-        return None, of_weights, None, None, None, None
-
-
-OTHER_TABLES = (
-    "the tables are no longer those that the look-up read, so backward() cannot update them: with a fused optimizer, replace tables "
-    "between steps only, and call torch.func.functional_call under torch.no_grad(), or leave out `optimizer`"
-)
-
-
-def refuse_data_parallel() -> None:
-    """Refuse to train inside DistributedDataParallel, which would leave each process with tables of its own."""
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if active is not None and active.process_group.size() > 1:
-        raise RowsteadError(
-            "DistributedDataParallel synchronizes gradients, but a fused optimizer updates tables without any, so each process would "
-            "train other tables: leave out `optimizer`, so that tables have gradients, or train with `rowstead train --processes`"
-        )

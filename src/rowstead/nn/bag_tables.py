@@ -1,4 +1,4 @@
-"""The tables of `EmbeddingBags`, how batches are laid out for them, and their pooled vectors by name.
+"""The tables of `EmbeddingBags` and `Embeddings`, how batches are laid out for them, and pooled vectors by name.
 
 Letters: B examples.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ from rowstead.spec.errors import DataError, RowsteadError, SpecError, did_you_me
 from rowstead.spec.features import Pooling, Table
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True, kw_only=True)
-class BagTable:
-    """One table and the features that read it; the fields have the names of TorchRec's EmbeddingBagConfig."""
+class EmbeddingTable:
+    """One table and the features that read it; the fields have the names of TorchRec's EmbeddingConfig."""
 
     name: str
     num_embeddings: int
@@ -34,14 +37,11 @@ class BagTable:
     """Elements per row."""
     feature_names: tuple[str, ...] = ()
     """Features whose ids are rows of this table; one with the table's name when left out."""
-    pooling: Pooling = "sum"
-    """How the rows of one bag are pooled."""
 
     def __post_init__(self) -> None:
         require(bool(self.name) and "." not in self.name, "name", f"must not be empty or have a dot in it, got `{self.name}`")
         require(self.num_embeddings >= 1, "num_embeddings", f"must be at least 1, got {self.num_embeddings}")
         require(self.embedding_dim >= 1, "embedding_dim", f"must be at least 1, got {self.embedding_dim}")
-        require(self.pooling in ("sum", "mean"), "pooling", f"must be sum or mean, got {self.pooling}")
         require(
             not isinstance(self.feature_names, str), "feature_names", f"must be a list of names, got `{self.feature_names}`"
         )
@@ -50,20 +50,33 @@ class BagTable:
         require(twice is None, "feature_names", f"`{twice}` is named twice")
 
     @classmethod
-    def like(cls, config: Any) -> BagTable:
-        """The table that an EmbeddingBagConfig describes, or anything else with its attributes."""
+    def like(cls, config: Any) -> Self:
+        """The table that one of TorchRec's configurations describes, or anything else with its attributes."""
         if isinstance(config, cls):
             return config
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = next((name for name in names if not hasattr(config, name)), None)
+        if missing is not None:
+            raise RowsteadError(f"a table is {type(config).__name__}, which has no `{missing}`: give a {cls.__name__}")
+        values = {name: getattr(config, name) for name in names}
+        if "pooling" in values:
+            values["pooling"] = _word(values["pooling"])
         try:
-            return cls(
-                name=config.name,
-                num_embeddings=config.num_embeddings,
-                embedding_dim=config.embedding_dim,
-                feature_names=tuple(config.feature_names),
-                pooling=_word(config.pooling),  # type: ignore[arg-type]
-            )
+            return cls(**values)
         except SpecError as error:
             raise error.within(f"table `{config.name}`") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagTable(EmbeddingTable):
+    """A table whose rows are pooled; the fields have the names of TorchRec's EmbeddingBagConfig."""
+
+    pooling: Pooling = "sum"
+    """How the rows of one bag are pooled."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.pooling in ("sum", "mean"), "pooling", f"must be sum or mean, got {self.pooling}")
 
 
 class PooledFeatures:
@@ -125,8 +138,8 @@ def select_features(sparse: Sparse, chosen: Sequence[int]) -> Sparse:
     )
 
 
-def layout_of(tables: Sequence[BagTable]) -> Layout:
-    """What kernels need to know of the tables; refuses none, and two of one name."""
+def layout_of(tables: Sequence[EmbeddingTable]) -> Layout:
+    """What kernels need to know of tables whose rows are pooled, by sum where they do not say how; refuses none, and two of one name."""
     require(bool(tables), "tables", "give at least one")
     twice = next((name for name, count in Counter(table.name for table in tables).items() if count > 1), None)
     require(twice is None, "tables", f"`{twice}` is named twice")
@@ -144,12 +157,12 @@ def layout_of(tables: Sequence[BagTable]) -> Layout:
         ),
         table_of=tuple(index for index, _ in readers),
         columns=(0, *accumulate(table.embedding_dim for _, table in readers)),
-        is_mean=tuple(table.pooling == "mean" for _, table in readers),
+        is_mean=tuple(isinstance(table, BagTable) and table.pooling == "mean" for _, table in readers),
     )
 
 
-def keys_of(tables: Sequence[BagTable]) -> list[str]:
-    """Names of the pooled vectors: the feature's, or `feature@table` where several tables read it."""
+def keys_of(tables: Sequence[EmbeddingTable]) -> list[str]:
+    """Names of what is looked up: the feature's, or `feature@table` where several tables read it."""
     readers = Counter(feature for table in tables for feature in table.feature_names)
     return [
         f"{feature}@{table.name}" if readers[feature] > 1 else feature for table in tables for feature in table.feature_names
@@ -157,7 +170,7 @@ def keys_of(tables: Sequence[BagTable]) -> list[str]:
 
 
 def optimizer_of(optimizer: SparseOptimizerSpec | RowOptimizerName | None, lr: float | None) -> SparseOptimizerSpec | None:
-    """The optimizer that the arguments of `EmbeddingBags` name."""
+    """The optimizer that the arguments of `TableModule` name."""
     if optimizer is None:
         if lr is not None:
             raise RowsteadError(f"lr without an optimizer: name one, such as optimizer='{LEAN_OPTIMIZER}'")

@@ -12,6 +12,8 @@ from torch import nn
 
 from rowstead.nn.bag_tables import optimizer_of
 from rowstead.nn.embedding_bags import EmbeddingBags
+from rowstead.nn.embeddings import Embeddings
+from rowstead.nn.table_module import TableModule
 from rowstead.spec.errors import RowsteadError
 from rowstead.spec.row_optimizers import LEAN_OPTIMIZER, ROW_OPTIMIZERS, RowOptimizerName, SparseOptimizerSpec
 
@@ -27,9 +29,10 @@ def fuse_embedding_optimizer(
     *,
     lr: float | None = None,
 ) -> nn.Module:
-    """Replace the EmbeddingBags and TorchRec's EmbeddingBagCollections in `model` by EmbeddingBags with a fused `optimizer`.
+    """Fuse an `optimizer` with the tables in `model`.
 
-    Takes the arguments of TorchRec's function of this name, or an optimizer as `EmbeddingBags` take it. The tables keep their rows
+    EmbeddingBags and TorchRec's EmbeddingBagCollections are replaced by EmbeddingBags, Embeddings and TorchRec's EmbeddingCollections by
+    Embeddings. Takes the arguments of TorchRec's function of this name, or an optimizer as `EmbeddingBags` take it. The tables keep their rows
     and all their names; they no longer require gradients, so create the optimizer of the other parameters afterwards. Returns
     `model`, or its replacement where it is a collection itself. Tables that have a fused optimizer stay as they are.
     """
@@ -56,25 +59,31 @@ def fuse_embedding_optimizer(
 
 
 def _is_unfused(module: nn.Module) -> bool:
-    if isinstance(module, EmbeddingBags):
+    if isinstance(module, TableModule):
         return module.optimizer is None
     torchrec = sys.modules.get("torchrec.modules.embedding_modules")
-    return torchrec is not None and isinstance(module, torchrec.EmbeddingBagCollection)
+    return torchrec is not None and isinstance(module, (torchrec.EmbeddingBagCollection, torchrec.EmbeddingCollection))
 
 
-def _fused(module: Any, spec: SparseOptimizerSpec, device: torch.device | str | None) -> EmbeddingBags:
+def _fused(module: Any, spec: SparseOptimizerSpec, device: torch.device | str | None) -> TableModule:
     rows = {name: value.detach() for name, value in module.state_dict().items()}
     kinds = {(value.dtype, value.is_meta) for value in rows.values()}
     if len(kinds) != 1:
         raise RowsteadError("the tables of one collection must have the same data type and device before an optimizer is fused")
     dtype, is_meta = kinds.pop()
-    arguments: dict[str, Any] = {"is_weighted": module.is_weighted(), "dtype": dtype, "optimizer": spec}
-    if isinstance(module, EmbeddingBags):
+    arguments: dict[str, Any] = {"dtype": dtype, "optimizer": spec}
+    if isinstance(module, TableModule):
         arguments |= {"kernel": module._kernel, "check": module._check}
-    if is_meta:
-        fused = EmbeddingBags(module.embedding_bag_configs(), device=device or "meta", **arguments)
-    else:  # without memory of its own: it takes the tables that are there
-        fused = EmbeddingBags(module.embedding_bag_configs(), device="meta", **arguments)
+    # Without memory of its own where there are tables, which it takes.
+    arguments["device"] = "meta" if not is_meta else device or "meta"
+    fused: TableModule
+    if hasattr(module, "embedding_bag_configs"):
+        fused = EmbeddingBags(module.embedding_bag_configs(), is_weighted=module.is_weighted(), **arguments)
+    else:
+        if not isinstance(module, TableModule) and module.need_indices():
+            raise RowsteadError("Embeddings return rows without ids: make the EmbeddingCollection without `need_indices`")
+        fused = Embeddings(module.embedding_configs(), **arguments)
+    if not is_meta:
         fused.load_state_dict(rows, assign=True)
         if device is not None:
             fused.to(device)

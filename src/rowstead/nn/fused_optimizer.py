@@ -1,4 +1,4 @@
-"""The optimizer that `EmbeddingBags` fuses with the backward pass, as torch.optim and TorchRec see it."""
+"""The optimizer that a `TableModule` fuses with the backward pass, as torch.optim and TorchRec see it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     params: dict[str, nn.Parameter]
-    """The tables by their names in the module: `embedding_bags.<table>.weight`."""
+    """The tables by their names in the module: `embedding_bags.<table>.weight`, or `embeddings.<table>.weight`."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], row_states: Sequence[RowState], *, lr: float) -> None:
         self.num_updates = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -58,7 +58,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
-            raise RowsteadError("a fused optimizer has the tables of its EmbeddingBags and no other parameters")
+            raise RowsteadError("a fused optimizer has the tables of its module and no other parameters")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
