@@ -16,26 +16,19 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
-from rowstead.data.open_log import open_sources
 from rowstead.distributed.launch import INTERRUPTED, USER_ERROR
-from rowstead.fleet.build import cast_batch
 from rowstead.fleet.coordinator import resume_fleet, train_fleet
 from rowstead.fleet.restart_policy import STOPPED
 from rowstead.fleet.role_usage import UsageReader
 from rowstead.fleet.roster import RoleAddress, read_address
-from rowstead.kernels.layout import layout_of
-from rowstead.nn.dlrm import DLRM
 from rowstead.records.events import read_events
 from rowstead.records.run_folder import RunFolder
 from rowstead.run import train
 from rowstead.spec.errors import RowsteadError, SpecError
 from rowstead.spec.fleet import KINDS, FleetSpec, RoleKind, parse_fleet
-from rowstead.spec.run import RunSpec
-from rowstead.stores.device import DeviceStore
 from rowstead.training import checkpoint, trained
-from rowstead.training.step import Stepper
+from tests.fleet.one_process import check_one_trainer, weights_in
 from tests.small_runs import recipe, small_spec, wait_until
 
 ROLES = "trainers=2,sparse=2,dense=1,readers=1"
@@ -63,11 +56,6 @@ def left_behind(folder: Path) -> list[str]:
 def figures_of(out: Path) -> dict[str, float]:
     figures: dict[str, float] = json.loads((out / "record.json").read_text())["figures"]
     return figures
-
-
-def weights_in(out: Path) -> dict[str, Tensor]:
-    saved = checkpoint.load_latest(out / "checkpoints", pytest.fail)
-    return {name: saved.tensors[name] for name in saved.tensors}
 
 
 def test_a_fleet_of_all_roles_trains_as_well_as_one_process_and_leaves_an_ordinary_run_and_no_process(tmp_path: Path) -> None:
@@ -113,34 +101,6 @@ def test_one_trainer_of_several_labels_ends_at_the_weights_of_one_process(tmp_pa
     labels = ("data.synth.conversion={}", "model.tasks=[{name: click, label: label}, {name: buy, label: conversion}]")
     head = "model.task_head={kind: mmoe, width: 8, experts: 2, expert: [6], tower: [4]}"
     check_one_trainer(small_spec("train.max_steps=40", *labels, head), 1, tmp_path)
-
-
-def check_one_trainer(spec: RunSpec, num_dense: int, tmp_path: Path) -> None:
-    fleet = FleetSpec(num_trainers=1, num_sparse=2, num_dense=num_dense, num_readers=1)
-    result = train_fleet(dataclasses.replace(spec, fleet=fleet), out=tmp_path / "fleet", dtype=torch.float64)
-    assert result.outcome.position.step == 40
-    record = result.record
-    assert record is not None
-    assert record.figures["samples_per_s"] > 40 * 64 / record.figures["train_s"] / 2, "a short run has a throughput too"
-    found, expected = weights_in(tmp_path / "fleet"), one_process_fp64(spec)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def one_process_fp64(spec: RunSpec) -> dict[str, Tensor]:
-    """Weights of an ordinary model after the same steps, in FP64."""
-    sources, dtype = open_sources(spec), torch.float64
-    store = DeviceStore(layout_of(spec.features, spec.tables), spec.train.sparse_optimizer, seed=spec.seed, dtype=dtype)
-    torch.manual_seed(spec.seed)
-    model = DLRM(spec.model, spec.features, store).to(dtype)
-    assert spec.train.max_steps is not None
-    stepper = Stepper(model, spec.train, total_steps=spec.train.max_steps)
-    batches = sources.train.batches(spec.train.batch_size)
-    for number, (batch, _) in zip(range(1, spec.train.max_steps + 1), batches, strict=False):
-        stepper.step(cast_batch(batch, dtype), number)
-    return stepper.state()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from tests.fleet.sparse_servers import (
     whole_tables,
 )
 from tests.small_runs import wait_until
-from tests.stores.store_contract import BriefStoreContract
+from tests.stores.store_contract import BriefStoreContract, HistoryContract
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ from tests.stores.store_contract import BriefStoreContract
     [(1, cut_by_rows), (2, cut_by_rows), (3, cut_by_rows), (2, whole_tables)],
     ids=["one", "two, row-wise", "three, row-wise", "two, table-wise"],
 )
-class TestRemoteStore(BriefStoreContract):
+class TestRemoteStore(BriefStoreContract, HistoryContract):
     """The conformance suite of every store, over real sockets."""
 
     @pytest.fixture(autouse=True)
@@ -58,6 +58,9 @@ class TestRemoteStore(BriefStoreContract):
         fleet = Fleet(layout, optimizer, self.cut(layout, self.num_servers), dtype=dtype)
         self.fleets.append(fleet)
         return fleet.store()
+
+    def make_with_histories(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> RemoteStore:
+        return self.make(layout, optimizer, dtype)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -18,7 +18,7 @@ from rowstead.nn.encoders import HistoryEncoder
 from rowstead.plan.work import step_work
 from rowstead.run import resume, train
 from rowstead.spec.encoders import ENCODERS
-from rowstead.spec.errors import CheckpointError, SpecError
+from rowstead.spec.errors import CheckpointError
 from rowstead.spec.parse import override, parse
 from rowstead.spec.run import RunSpec
 from tests.distributed.sharded_training import Settings, in_processes, trained
@@ -141,12 +141,6 @@ def test_several_processes_train_the_weights_of_one(tmp_path: Path) -> None:
         assert together.keys() == alone.keys()
         for name, value in alone.items():
             torch.testing.assert_close(together[name], value, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_a_fleet_without_tables_in_its_trainers_is_refused() -> None:
-    fleet = "fleet={num_trainers: 2, num_sparse: 1, num_dense: 1, num_readers: 1}"
-    with pytest.raises(SpecError, match="tables of histories such as `clicked` cannot be on sparse servers: use `local`"):
-        spec_of(fleet)
 
 
 def test_another_encoder_is_another_model(tmp_path: Path) -> None:

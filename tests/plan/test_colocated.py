@@ -167,7 +167,7 @@ def test_rows_travel_in_the_plan_where_they_do_in_the_fleet(num_rows: int) -> No
     ids = np.random.default_rng(1).integers(0, num_rows, batch_size * mean_ids).astype(np.int32)
     counts = np.zeros(1, np.int64)
     find_distinct(
-        ids, np.array([0, len(ids)]), np.array([0, 1]), np.array([0]), np.array([width]), batch_size, 4, 0, 4, 4,
+        ids, np.array([0, len(ids)]), np.array([0, 1]), np.array([0]), np.array([width]), batch_size, 4, 0, 4, 4, False,
         np.empty(len(ids), np.int32), np.empty(len(ids), np.int32), counts,
     )  # fmt: skip
     assert sends_rows(table, batch_size) == (counts[0] >= 0)

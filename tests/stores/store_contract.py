@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rowstead.kernels.layout import Layout, layout_of
 from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, TableSpec, tables_of
 from rowstead.spec.row_optimizers import ROW_OPTIMIZERS, SparseOptimizerSpec
 from rowstead.stores.base import EmbeddingStore
+from rowstead.stores.histories import HistoryLayout, HistoryStore
 
 KINDS = tuple(ROW_OPTIMIZERS)
 WIDTHS = st.one_of(st.integers(1, 9), st.sampled_from([16, 28, 64, 100, 132]))
@@ -42,6 +44,20 @@ def layouts(draw: st.DrawFn) -> Layout:
             features.append(SparseFeatureSpec(name=f"g{i}", num_rows=rows, width=width, pooling=pooling))
     spec = FeaturesSpec(sparse=tuple(features), tables=tuple(shared))
     return layout_of(spec, tables_of(spec, width=4))
+
+
+@st.composite
+def history_layouts(draw: st.DrawFn) -> Layout:
+    """The same with some histories, at least one."""
+    layout = draw(layouts())
+    every = range(layout.num_features)
+    histories = draw(st.sets(st.sampled_from(every), min_size=1))
+    tables = {layout.table_of[feature] for feature in histories}
+    return dataclasses.replace(
+        layout,
+        is_mean=tuple(layout.is_mean[feature] and layout.table_of[feature] not in tables for feature in every),
+        is_history=tuple(feature in histories for feature in every),
+    )
 
 
 @st.composite
@@ -100,28 +116,42 @@ class PlainStore:
         self.first, self.second = zeros, [np.zeros_like(rows) for rows in self.rows]
 
     def shares(self, sparse: Sparse):  # type: ignore[no-untyped-def]
-        """(feature, example, table, row, share of the row in the pooled vector) of each id."""
+        """(feature, vector, table, row, share of the row in the vector) of each id; a history has a vector for each id."""
         count = sparse.num_samples
         for feature, table in enumerate(self.layout.table_of):
+            first = int(sparse.offsets[feature * count])
             for example in range(count):
                 start, stop = sparse.offsets[feature * count + example : feature * count + example + 2].tolist()
                 for index in range(start, stop):
                     share = 1.0 if sparse.weights is None else float(sparse.weights[index])
                     if self.layout.is_mean[feature]:
                         share /= stop - start
-                    yield feature, example, table, int(sparse.ids[index]), share
+                    vector = index - first if self.is_history(feature) else example
+                    yield feature, vector, table, int(sparse.ids[index]), share
+
+    def is_history(self, feature: int) -> bool:
+        return bool(self.layout.is_history) and self.layout.is_history[feature]
+
+    def vectors(self, sparse: Sparse) -> list[np.ndarray]:
+        """Those of each feature: [B, D], or of a history [its ids, D]."""
+        count, found = sparse.num_samples, []
+        for feature, table in enumerate(self.layout.table_of):
+            num_ids = int(sparse.offsets[(feature + 1) * count] - sparse.offsets[feature * count])
+            found.append(np.zeros((num_ids if self.is_history(feature) else count, self.layout.tables[table].width)))
+        for feature, vector, table, row, share in self.shares(sparse):
+            found[feature][vector] += share * self.rows[table][row]
+        return found
 
     def lookup(self, sparse: Sparse) -> np.ndarray:
-        pooled = np.zeros((sparse.num_samples, self.layout.total_width))
-        for feature, example, table, row, share in self.shares(sparse):
-            columns = slice(self.layout.columns[feature], self.layout.columns[feature + 1])
-            pooled[example, columns] += share * self.rows[table][row]
-        return pooled
+        return np.concatenate(self.vectors(sparse), axis=1)
 
     def update(self, sparse: Sparse, grad: np.ndarray, lr: float, step: int) -> None:
+        self.update_vectors(sparse, np.split(grad, self.layout.columns[1:-1], axis=1), lr, step)
+
+    def update_vectors(self, sparse: Sparse, grads: Sequence[np.ndarray], lr: float, step: int) -> None:
         summed: dict[tuple[int, int], np.ndarray] = {}
-        for feature, example, table, row, share in self.shares(sparse):
-            part = grad[example, self.layout.columns[feature] : self.layout.columns[feature + 1]]
+        for feature, vector, table, row, share in self.shares(sparse):
+            part = grads[feature][vector]
             if self.optimizer.clip is not None:
                 part = part * min(1.0, self.optimizer.clip / max(np.linalg.norm(part), 1e-300))
             summed[table, row] = summed.get((table, row), 0.0) + share * part
@@ -272,6 +302,39 @@ class StoreContract:
     def _train(self, store: EmbeddingStore, sparse: Sparse, step: int) -> None:
         sparse = sparse.to(self.device)
         store.update(sparse, store.lookup(sparse).detach() + 1, lr=0.1, step=step)
+
+
+class HistoryContract(StoreContract):
+    """The same promises for layouts with histories, whose rows are looked up and updated one by one."""
+
+    def make_with_histories(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> EmbeddingStore:
+        parts = HistoryLayout(layout)
+        return HistoryStore(parts, [self.make(one, optimizer, dtype) for one in parts.stores])
+
+    @pytest.mark.parametrize("kind", ["rowwise_adagrad", "adam"])
+    @settings(max_examples=5, deadline=None)
+    @given(data=st.data())
+    def test_rows_of_histories_are_looked_up_and_updated_one_by_one(self, kind: str, data: st.DataObject) -> None:
+        layout, optimizer = data.draw(history_layouts()), data.draw(optimizers(kind))
+        store, parts = self.make_with_histories(layout, optimizer, torch.float64), HistoryLayout(layout)
+        plain = PlainStore(layout, store.state(), optimizer)
+        weighted = data.draw(st.booleans())
+        for step in range(1, 4):
+            sparse = data.draw(sparse_batches(layout, weighted))
+            here = sparse.to(self.device)
+            store.prefetch(here)
+            flat = store.lookup(here).detach().cpu().requires_grad_()
+            vectors, rng = parts.unpack(flat, sparse), np.random.default_rng(step)
+            grads = [rng.normal(size=vector.shape) for vector in vectors]
+            for vector, expected in zip(vectors, plain.vectors(sparse), strict=True):
+                np.testing.assert_allclose(vector.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+            torch.autograd.backward(vectors, [torch.from_numpy(grad) for grad in grads])
+            assert flat.grad is not None
+            store.update(here, flat.grad.to(self.device), lr=0.1, step=step)
+            plain.update_vectors(sparse, grads, 0.1, step)
+        for table, rows in zip(layout.tables, plain.rows, strict=True):
+            ours = store.rows(table.name, torch.arange(table.num_rows, device=self.device)).cpu().numpy()
+            np.testing.assert_allclose(ours, rows, rtol=1e-9, atol=1e-12)
 
 
 class BriefStoreContract(StoreContract):

@@ -15,7 +15,7 @@ from rowstead.spec.features import FeaturesSpec, SparseFeatureSpec, tables_of
 from rowstead.spec.row_optimizers import SparseOptimizerSpec
 from rowstead.spec.run import Kernel
 from rowstead.stores.device import DeviceStore
-from tests.stores.store_contract import BriefStoreContract, StoreContract
+from tests.stores.store_contract import BriefStoreContract, HistoryContract, StoreContract
 
 FEATURES = FeaturesSpec(sparse=(SparseFeatureSpec(name="a", num_rows=6), SparseFeatureSpec(name="b", num_rows=4)))
 LAYOUT = layout_of(FEATURES, tables_of(FEATURES, width=3))
@@ -28,7 +28,7 @@ class TestDeviceStoreOverReferenceKernels(StoreContract):
         return DeviceStore(layout, optimizer, dtype=dtype, kernel="reference")
 
 
-class TestDeviceStoreOverCpuKernels(StoreContract):
+class TestDeviceStoreOverCpuKernels(HistoryContract):
     has_snapshots = True
 
     def make(self, layout: Layout, optimizer: SparseOptimizerSpec, dtype: torch.dtype) -> DeviceStore:

@@ -69,14 +69,14 @@ def cut_batch(  # type: ignore[no-untyped-def]
 
 @_jit
 def find_distinct(  # type: ignore[no-untyped-def]
-    ids, bounds, slots_from, slots, widths, num_samples, id_bytes, weight_bytes, row_bytes, real_bytes, indices, distinct,
-    counts,
+    ids, bounds, slots_from, slots, widths, num_samples, id_bytes, weight_bytes, row_bytes, real_bytes, always, indices,
+    distinct, counts,
 ):  # fmt: skip
     """Find the tables for which sending distinct rows takes fewer bytes than pooled vectors; returns the number of those rows.
 
     ids [n] are those of one server, bounds [F + 1] where each of its slots begins; slots_from [T + 1] and slots give the slots
-    that read a table, widths [T]. An element of a row has `row_bytes`, one of its gradient `real_bytes`. counts [T] becomes -1
-    for tables that the server pools, else the number of distinct rows, which are written to `distinct` table by table;
+    that read a table, widths [T]. An element of a row has `row_bytes`, one of its gradient `real_bytes`. With `always` the rows of
+    all tables are sent, whatever they take. counts [T] becomes -1 for tables that the server pools, else the number of distinct rows, which are written to `distinct` table by table;
     `indices` [n] is then the index of each id among its table's distinct rows.
     """
     used = 0
@@ -88,8 +88,8 @@ def find_distinct(  # type: ignore[no-untyped-def]
             num_bags += num_samples
         pooled = num_ids * (id_bytes + weight_bytes) + num_bags * (1 + 2 * widths[table] * real_bytes)
         each = id_bytes + widths[table] * (row_bytes + real_bytes)
-        most = np.int64(ROWS_SHARE * pooled) // each
-        counts[table] = -1
+        most = num_ids if always else np.int64(ROWS_SHARE * pooled) // each
+        counts[table] = 0 if always else -1
         if num_bags == 0:
             continue
         size = 16

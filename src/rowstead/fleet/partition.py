@@ -50,6 +50,11 @@ class Partition:
             for piece in self.servers[server]
         ]
 
+    def of_tables(self, tables: Sequence[Table]) -> Partition:
+        """The pieces of some of the tables, on the same servers."""
+        names = {table.name for table in tables}
+        return Partition(servers=tuple(tuple(piece for piece in own if piece.table in names) for own in self.servers))
+
     def check(self, tables: Sequence[Table]) -> None:
         """Raise a RowsteadError unless every row of `tables`, and nothing else, is on exactly one server."""
         found: dict[str, list[tuple[int, int]]] = {table.name: [] for table in tables}

@@ -16,7 +16,7 @@ import contextlib
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from rowstead.data.batch import Sparse
+from rowstead.fleet.history_router import HistoryRouter, HistorySplit, JoinedRequest
 from rowstead.fleet.partition import Partition
 from rowstead.fleet.remote_rows import RemoteRows
-from rowstead.fleet.router import ServerRouter, Split
+from rowstead.fleet.router import ServerRequest, ServerRouter, Split
 from rowstead.fleet.rpc_client import Client, PendingReply
-from rowstead.kernels.check import check_gradient
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import compute_dtype
 from rowstead.spec.errors import RowsteadError
@@ -46,9 +46,14 @@ class _RemoteBatch:
 
     sparse: Sparse
     number: int
-    split: Split
+    split: Split | HistorySplit
     replies: list[PendingReply | None] | None = None
     """Replies to its lookup, once sent; None for a server without a request."""
+
+    @property
+    def requests(self) -> Sequence[ServerRequest | JoinedRequest]:
+        """One per server."""
+        return self.split.requests
 
 
 @dataclass(eq=False)
@@ -68,6 +73,8 @@ class RemoteStore(EmbeddingStore):
 
     `connect` creates its clients on first use. One thread at a time may use it; `copy_for_thread` gives another thread its own. A trainer on
     a GPU wraps it in a HostStore. With `check`, a batch that does not fit the tables is refused before anything is sent.
+
+    For a layout with histories `lookup` and the gradient of `update` are flat, as those of a `HistoryStore`.
     """
 
     def __init__(
@@ -87,7 +94,8 @@ class RemoteStore(EmbeddingStore):
         self.optimizer, self.partition = optimizer, partition
         self.staleness, self._dtype = staleness, dtype
         self._connect = connect
-        self._router = ServerRouter(layout, partition, dtype)
+        self._router: ServerRouter | HistoryRouter
+        self._router = (HistoryRouter if layout.is_history else ServerRouter)(layout, partition, dtype)
         self._clients: dict[int, Client] = {}
         kind = "sgd" if optimizer is None else optimizer.kind
         self._rows = RemoteRows(layout.tables, partition, kind, dtype, self._client, self._quiesce)
@@ -147,7 +155,7 @@ class RemoteStore(EmbeddingStore):
         assert self.optimizer is not None, "this store was created for lookups only"
         if self._check:
             sparse = self.check_batch(sparse)
-            check_gradient(self.layout, sparse.offsets, grad)
+            self._router.check_gradient(sparse, grad)
         assert grad.dtype == compute_dtype(self._dtype), f"rows are {self._dtype}, their gradient is {grad.dtype}"
         with self._lock:
             batch, self._current = self._current, None
@@ -236,7 +244,7 @@ class RemoteStore(EmbeddingStore):
 
     # Lookups
 
-    def _split(self, sparse: Sparse) -> Split:
+    def _split(self, sparse: Sparse) -> Split | HistorySplit:
         return self._router.split(self.check_batch(sparse))
 
     def _next_number(self) -> int:
@@ -267,7 +275,7 @@ class RemoteStore(EmbeddingStore):
     def _start_lookup(self, batch: _RemoteBatch) -> _RemoteBatch:
         keeps = batch.number > 0 and self.optimizer is not None
         batch.replies = []
-        for server, request in enumerate(batch.split.requests):
+        for server, request in enumerate(batch.requests):
             if request.is_empty:
                 batch.replies.append(None)
                 continue
@@ -284,7 +292,7 @@ class RemoteStore(EmbeddingStore):
 
     def _start_update(self, batch: _RemoteBatch, gradients: list[list[Tensor]], lr: float, step: int, is_known: bool) -> None:
         update = _Update(batch, gradients, lr, step, [0] * len(gradients))
-        for server, request in enumerate(batch.split.requests):
+        for server, request in enumerate(batch.requests):
             if request.is_empty or not len(request.sent_ids):
                 continue
             self._sent[server] += 1
@@ -302,7 +310,7 @@ class RemoteStore(EmbeddingStore):
         }
         if is_known:
             return self._client(server).start("update", {**facts, "batch": update.batch.number}, update.gradients[server])
-        batch_facts, tensors = update.batch.split.requests[server].message()
+        batch_facts, tensors = update.batch.requests[server].message()
         return self._client(server).start("update", {**facts, **batch_facts}, [*tensors, *update.gradients[server]])
 
     def _wait_for_updates(self) -> bool:

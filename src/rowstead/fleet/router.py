@@ -3,7 +3,7 @@
 Each server gets at most one request per batch. For each table it either pools (it gets ids and lengths of bags, and answers with
 pooled vectors) or sends the distinct rows, which the trainer pools. Distinct rows are chosen for a table and a batch where they
 take at most three quarters of the bytes of vectors, in both directions, gradients included. An update sends the gradients of the
-vectors, or the summed gradients of the distinct rows.
+vectors, or the summed gradients of the distinct rows. `history_router.py` does this for batches with histories.
 
 Letters: B examples, F features, S servers, D width, n ids that go to one server. A slot is the number of a feature on one server.
 """
@@ -26,6 +26,7 @@ from rowstead.distributed import router_kernels as programs
 from rowstead.distributed.router import Router
 from rowstead.distributed.sharding import features_of, is_cut_by_rows, piece_layout
 from rowstead.fleet.partition import Partition
+from rowstead.kernels.check import check_gradient
 from rowstead.kernels.cpu.thread_team import parallel_for
 from rowstead.kernels.layout import Layout
 from rowstead.kernels.row_state import compute_dtype
@@ -64,16 +65,24 @@ class ServerSlots:
 
 
 class ServerRouter(Router):
-    """A `Router` to the sparse servers of a partition, which cuts a batch into one request per server."""
+    """A `Router` to the sparse servers of a partition, which cuts a batch into one request per server.
 
-    def __init__(self, layout: Layout, partition: Partition, dtype: torch.dtype) -> None:
+    With `always_rows` servers send distinct rows and pool nothing, whatever takes fewer bytes.
+    """
+
+    def __init__(self, layout: Layout, partition: Partition, dtype: torch.dtype, *, always_rows: bool = False) -> None:
         partition.check(layout.tables)
         super().__init__(layout, [partition.pieces_of(layout, server) for server in range(partition.num_servers)])
         self.dtype = compute_dtype(dtype)
         self.row_dtype = dtype
+        self.always_rows = always_rows
         self.servers = [ServerSlots(layout, partition, server) for server in range(partition.num_servers)]
         self.is_joined_mean = self.is_split & np.array(layout.is_mean, np.bool_)
         self.columns = np.array(layout.columns, np.int64)
+
+    def check_gradient(self, sparse: Sparse, grad: Tensor) -> None:
+        """Raise a DataError unless `grad` has the shape of what a look-up of the batch returns."""
+        check_gradient(self.layout, sparse.offsets, grad)
 
     def split(self, sparse: Sparse) -> Split:
         """A batch in CPU memory, known to fit the tables, as requests to the servers."""
@@ -132,8 +141,8 @@ class ServerRequest:
         indices, distinct = np.empty(len(ids), np.int32), np.empty(len(ids), ids.dtype)
         used = programs.find_distinct(
             ids, bounds, slots.slots_from, slots.slots, slots.table_widths, num_samples, ids.itemsize,
-            router.dtype.itemsize if len(shares) else 0, router.row_dtype.itemsize, router.dtype.itemsize, indices, distinct,
-            counts,
+            router.dtype.itemsize if len(shares) else 0, router.row_dtype.itemsize, router.dtype.itemsize, router.always_rows,
+            indices, distinct, counts,
         )  # fmt: skip
         request = (slots, num_samples, ids, lengths, bounds, shares)
         if (counts < 0).all():

@@ -255,7 +255,9 @@ class ColocatedProcess(ColocatedTrainer):
 
 
 def sends_rows(table: TableWork, batch_size: float) -> bool:
-    """Whether the distinct rows of a batch are sent, and their gradients back, instead of pooled vectors."""
+    """Whether the distinct rows of a batch are sent, and their gradients back, instead of pooled vectors: always where histories read them."""
+    if table.histories:
+        return True
     rows = table.distinct_rows(batch_size) * (SENT_ID_BYTES + 2 * table.row_bytes)
     pooled = batch_size * (SENT_ID_BYTES * table.ids_per_sample + table.num_features + 2 * table.pooled_bytes)
     return rows <= ROWS_SHARE * pooled

@@ -73,10 +73,10 @@ class Processor:
         return [*found[:-1], (math.inf, found[-1][1])]
 
     def bag_s(self, table: TableWork) -> float:
-        """Seconds to write the pooled vectors of a table for one example."""
+        """Seconds to write what a look-up of a table gives for one example."""
         if self.timings is None:
             return table.pooled_bytes / self.memory.bandwidth_bytes_per_s
-        return table.num_features * self.timings.bag.at(4 * table.width)
+        return table.vectors_per_sample * self.timings.bag.at(4 * table.width)
 
     def update_id_s(self, table: TableWork, software: Software) -> float:
         """Seconds of an update per id, besides its row: the gradient of its bag is read."""

@@ -22,26 +22,24 @@ def pieces(stem: str) -> tuple[str, ...]:
 
 
 def request(node: TrainerNode, *, after: tuple[str, ...]) -> list[Task]:
-    """Ids go to the sparse servers, which look up and pool; pooled vectors come back, in pieces that overlap."""
-    ids_bytes = node.server_batch * ID_BYTES * node.work.ids_per_sample
-    pooled_bytes = node.server_batch * node.work.pooled_bytes
-    serving_s = _serving_s(node, ids_bytes + pooled_bytes, update=False)
+    """Ids go to the sparse servers, which look up and pool; vectors come back, in pieces that overlap."""
+    request_bytes, reply_bytes = ids_bytes(node), vectors_bytes(node)
+    serving_s = _serving_s(node, request_bytes + reply_bytes, update=False)
     tasks = []
     for piece in range(NUM_PIECES):
         tasks += [
-            _message(node, f"pack {piece}", Phase.LOOKUP, ids_bytes / NUM_PIECES, after=after),
-            *_wire(node, f"request {piece}", Phase.LOOKUP, "out", ids_bytes / NUM_PIECES, after=(f"pack {piece}",)),
+            _message(node, f"pack {piece}", Phase.LOOKUP, request_bytes / NUM_PIECES, after=after),
+            *_wire(node, f"request {piece}", Phase.LOOKUP, "out", request_bytes / NUM_PIECES, after=(f"pack {piece}",)),
             _served(node, f"serve {piece}", Phase.LOOKUP, serving_s / NUM_PIECES, after=(f"request {piece}",)),
-            *_wire(node, f"reply {piece}", Phase.LOOKUP, "in", pooled_bytes / NUM_PIECES, after=(f"serve {piece}",)),
+            *_wire(node, f"reply {piece}", Phase.LOOKUP, "in", reply_bytes / NUM_PIECES, after=(f"serve {piece}",)),
         ]
     return tasks
 
 
 def unpack(node: TrainerNode) -> list[Task]:
     """Pooled vectors are unpacked from the replies, and copied to the devices where there are some."""
-    pooled_bytes = node.server_batch * node.work.pooled_bytes
     tasks = [
-        _message(node, f"unpack {piece}", Phase.LOOKUP, pooled_bytes / NUM_PIECES, after=(f"reply {piece}",))
+        _message(node, f"unpack {piece}", Phase.LOOKUP, vectors_bytes(node) / NUM_PIECES, after=(f"reply {piece}",))
         for piece in range(NUM_PIECES)
     ]
     return [*tasks, node.host_copy("copy pooled", Phase.EXCHANGE, after=pieces("unpack"))] if node.has_devices else tasks
@@ -49,7 +47,7 @@ def unpack(node: TrainerNode) -> list[Task]:
 
 def push(node: TrainerNode, *, after: tuple[str, ...]) -> list[Task]:
     """Gradients are sent; the servers apply them while the next step runs."""
-    gradient_bytes = node.server_batch * node.work.pooled_bytes  # the servers still have the ids
+    gradient_bytes = vectors_bytes(node)  # the servers still have the ids
     serving_s = _serving_s(node, gradient_bytes, update=True)
     sent = _wire(node, "send gradients", Phase.ROW_UPDATE, "out", gradient_bytes, after=())
     applied = _served(node, "apply gradients", Phase.ROW_UPDATE, serving_s, after=())
@@ -78,6 +76,18 @@ def average(node: TrainerNode, *, after: str) -> list[Task]:
         Task("send dense", Phase.SYNC, "network out", own_s, hidden=True),
         Task("receive average", Phase.SYNC, "network in", own_s, hidden=True),
     ]
+
+
+def ids_bytes(node: TrainerNode) -> float:
+    """Bytes of the ids of a batch; of a table with histories only the distinct ones are sent."""
+    batch = node.server_batch
+    return ID_BYTES * sum(t.distinct_rows(batch) if t.histories else batch * t.ids_per_sample for t in node.work.tables)
+
+
+def vectors_bytes(node: TrainerNode) -> float:
+    """Bytes of the pooled vectors of a batch, and of the distinct rows of tables with histories; their gradients take as many."""
+    batch = node.server_batch
+    return sum(4 * t.width * t.distinct_rows(batch) if t.histories else batch * t.pooled_bytes for t in node.work.tables)
 
 
 def _server(node: TrainerNode) -> Machine:

@@ -191,12 +191,16 @@ class TrainerNode:
     def exchanged_bytes(self) -> float:
         """Bytes of pooled vectors that an example gets from the devices with its rows, itself included.
 
-        Each device that has rows of a bag sends a partial sum: of a table that is split evenly by rows, several.
+        Each device that has rows of a bag sends a partial sum: of a table that is split evenly by rows, several. Of a history each id's
+        row is sent.
         """
         count, found = self.num_sharing, 0.0
         for table in self.on_devices:
             shard = self.shards.get(table.name)
-            vectors = [count * (1 - (1 - 1 / count) ** ids) if shard == "row" else 1.0 for ids, _ in table.reads]
+            vectors = [
+                count * (1 - (1 - 1 / count) ** ids) if shard == "row" and read not in table.histories else table.vectors[read]
+                for read, (ids, _) in enumerate(table.reads)
+            ]
             found += 0.0 if shard == "replicate" else sum(vectors) * table.width * self.wire_bytes
         return found
 

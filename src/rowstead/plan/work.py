@@ -34,7 +34,9 @@ class TableWork:
     state_bytes: int
     """Optimizer state of one row."""
     reads: tuple[tuple[float, Popularity], ...]
-    """For each feature that reads it: ids per example and their distribution. Each gives one pooled vector per example."""
+    """For each feature that reads it: ids per example and their distribution."""
+    histories: tuple[int, ...] = ()
+    """Those of `reads` whose rows are kept in order; each other gives one pooled vector per example."""
     is_hashed: bool = True
     """Whether ids are hashed to rows, so that several may share one; else each id has its own row."""
 
@@ -53,9 +55,18 @@ class TableWork:
         return self.num_rows * (self.row_bytes + self.state_bytes)
 
     @functools.cached_property
-    def pooled_bytes(self) -> int:
-        """Pooled vectors of one example, FP32."""
-        return self.num_features * self.width * 4
+    def vectors(self) -> tuple[float, ...]:
+        """For each of `reads` the vectors that a look-up gives for an example: one that is pooled, or one for each id of a history."""
+        return tuple(ids if index in self.histories else 1.0 for index, (ids, _) in enumerate(self.reads))
+
+    @functools.cached_property
+    def vectors_per_sample(self) -> float:
+        return sum(self.vectors)
+
+    @functools.cached_property
+    def pooled_bytes(self) -> float:
+        """What a look-up gives for an example, FP32."""
+        return self.vectors_per_sample * self.width * 4
 
     def distinct_rows(self, batch_size: float) -> float:
         """Distinct rows that a batch reads; features draw their ids independently."""
@@ -136,8 +147,8 @@ class StepWork:
         return sum(table.ids_per_sample for table in self.tables)
 
     @functools.cached_property
-    def pooled_bytes(self) -> int:
-        """Pooled vectors of one example."""
+    def pooled_bytes(self) -> float:
+        """What a look-up gives for an example: pooled vectors, and rows of histories."""
         return sum(table.pooled_bytes for table in self.tables)
 
     @functools.cached_property
@@ -244,6 +255,7 @@ def _tables_of(spec: RunSpec) -> list[TableWork]:
             row_bytes=record_bytes(spec, table.width, trains=False),
             state_bytes=ROW_OPTIMIZERS[spec.train.sparse_optimizer.kind].state_bytes(table.width),
             reads=tuple((ids[index], popular[index]) for index in table.features),
+            histories=tuple(read for read, index in enumerate(table.features) if features[index].is_history),
             is_hashed=is_known and any(features[one].hash == "mix" for one in table.features),
         )
         for table in spec.tables

@@ -172,12 +172,6 @@ class RunSpec(Spec):
             "model",
             "batch norm does not apply to a fleet, whose trainers see different batches and share only parameters: use `layer`",
         )
-        history = next((feature.name for feature in self.features.sparse if feature.is_history), None)
-        require(
-            history is None or fleet.tables == "local",
-            "fleet.tables",
-            f"tables of histories such as `{history}` cannot be on sparse servers: use `local`, or train without a fleet",
-        )
         if fleet.tables == "local":
             require(
                 self.train.eval_every is None, "train.eval_every", "cannot be combined with `fleet.tables: local`: remove it"

@@ -1,7 +1,7 @@
 """Tables with histories: features whose rows are kept in order, one by one, instead of being pooled.
 
-A history is looked up as bags of one id each. A table that a history reads has a store of its own in which all features that read the table
-are one: their bags come one after the other, those of a history one for each id. So every kind of store does what it does for pooled
+A history is looked up as bags of one id each. A table that a history reads has a store of its own (on sparse servers a router,
+`fleet/history_router.py`) in which all features that read the table are one: their bags come one after the other, those of a history one for each id. So every kind of store does what it does for pooled
 features, and an update is exact: the gradients of one row are summed over its ids in histories and over the other features that share
 the table. The other tables are in a store of pooled features.
 
