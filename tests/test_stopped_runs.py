@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from rowstead.cli.study import _stoppable
+from rowstead.distributed.stop import stop_on_signal, stop_signals
 from rowstead.report.terminal import terminal
 from rowstead.run import resume, train
 from rowstead.study.trial import run_trial
@@ -70,6 +71,19 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path) -> None:
 def assert_saved(out: Path) -> None:
     assert len(checkpoints_in(out / "checkpoints")) == 1
     assert not (out / "record.json").exists()
+
+
+def test_a_process_that_has_only_its_report_left_ignores_requests_to_stop() -> None:
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        with stop_on_signal(ignored_afterwards=True) as stop:
+            pass
+        for number in before:
+            signal.raise_signal(number)
+        assert not stop.is_set()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from rowstead.data.log_files import check_log_files, write_log_files
 from rowstead.data.open_log import open_sources
 from rowstead.data.tables import read_given
 from rowstead.distributed import job
+from rowstead.distributed.launch import is_launched
 from rowstead.distributed.process_group import ProcessGroup, open_process_group
 from rowstead.distributed.stop import stop_on_signal
 from rowstead.kernels.cpu.traffic import kernel_traffic_bytes
@@ -221,7 +222,7 @@ def _run(
         events = folder.path if group.rank == 0 else None
         reporter = RunReporter(events, callback, log_every=spec.train.log_every, resumed_step=resumed_step)
         traffic_before = kernel_traffic_bytes()
-        with stop_on_signal() as stop, UsageSampler() as usage, contextlib.closing(reporter):
+        with stop_on_signal(ignored_afterwards=is_launched()) as stop, UsageSampler() as usage, contextlib.closing(reporter):
             loop = Loop(
                 spec,
                 stepper,

@@ -248,6 +248,7 @@ def test_what_depends_on_the_values_of_offsets_is_not_traced() -> None:
         torch.compile(embeddings, backend="eager", fullgraph=True)(sparse)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_breaks_its_graph_at_the_look_up_and_trains_the_same() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -30,8 +30,11 @@ class StopRequest(threading.Event):
 
 
 @contextlib.contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """A StopRequest that the first Ctrl-C, SIGTERM or SIGHUP sets; a second Ctrl-C interrupts at once."""
+def stop_on_signal(*, ignored_afterwards: bool = False) -> Iterator[StopRequest]:
+    """A StopRequest that the first Ctrl-C, SIGTERM or SIGHUP sets; a second Ctrl-C interrupts at once.
+
+    With `ignored_afterwards` later ones are ignored: for a process that has only its report left to write.
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -49,7 +52,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
         yield stop
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ignored_afterwards else handler)
 
 
 def leave_terminal() -> None:

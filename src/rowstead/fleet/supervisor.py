@@ -6,6 +6,7 @@ are alive.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from rowstead.spec.fleet import FleetSpec, RoleKind
 
 CALL_TIMEOUT_S = 2.0
 """Timeout of a call to a server; a membership update that times out is retried later."""
+
+FULL_BYTES = 1 << 16
+"""A disk with less free space is full: a role could not even write its log."""
 
 TRAINERS_MAY_START = "trainers_may_start"
 """Fact of the roster that trainers wait for, however they were started."""
@@ -250,7 +254,9 @@ class Supervisor:
         error = printed.rfind("error: ") if is_user_error else -1
         if error >= 0:
             raise RoleError(f"{handle.kind} {handle.number}: {printed[error + len('error: ') :]}", handle, is_user_error=True)
-        text = f"{reason}. The end of {files.log}:\n{printed or '(it printed nothing)'}"
+        is_full = shutil.disk_usage(self.folder).free < FULL_BYTES
+        nothing = "(it printed nothing: the disk is full)" if is_full else "(it printed nothing)"
+        text = f"{reason}. The end of {files.log}:\n{printed or nothing}"
         raise RoleError(text, handle, is_user_error=is_user_error)
 
     # Addresses and membership
