@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.coordinator import train_fleet
 from rowstead.fleet.gathered_model import GatheredModel
 from rowstead.fleet.partition import partition_tables
 from rowstead.fleet.roster import RoleAddress, Roster
@@ -21,6 +22,7 @@ from rowstead.kernels.layout import layout_of
 from rowstead.run import train
 from rowstead.spec.fleet import FleetSpec
 from rowstead.training import checkpoint
+from rowstead.training.checkpoint import checkpoints_in
 from rowstead.training.checkpoint_manifest import STORE
 from tests.small_runs import small_spec
 
@@ -67,3 +69,13 @@ def test_a_server_that_is_killed_while_a_model_is_loaded_has_it_in_the_end_and_a
     finally:
         gathered.close()
         servers[-1].close()
+
+
+@pytest.mark.slow
+def test_dense_parameters_of_a_checkpoint_during_training_are_as_new_as_its_rows(tmp_path: Path) -> None:
+    spec = small_spec("train.epochs=60", "train.max_steps=1000", "train.checkpoint_every=100", "train.keep_checkpoints=20")
+    train_fleet(dataclasses.replace(spec, fleet=FleetSpec(num_sparse=1, num_dense=0, num_readers=1)), out=tmp_path / "run")
+    found = [checkpoint.load(path) for path in checkpoints_in(tmp_path / "run" / "checkpoints")]
+    assert len(found) > 2
+    for saved in found:
+        assert float(saved.tensors["optimizer.0.step"]) >= saved.step

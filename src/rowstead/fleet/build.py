@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from rowstead.training.trained import checkpoint_facts
 KEYS_FILE = "keys.json"
 """Under `roles/`: the keys of a fleet whose roles may be on several machines; drawn anew whenever its coordinator starts."""
 MAX_DENSE_BYTES = 1 << 34
+DENSE_REQUEST = "dense.request"
+"""Under `roles/`: its time is when trainers were last asked to save their dense parameters."""
 INITIAL_FILE = "initial.safetensors"
 """Under `roles/`: the dense parameters and optimizer state that trainers start with instead of the seed's."""
 
@@ -186,6 +189,33 @@ def read_dense(folder: Path, number: int | None = None) -> dict[str, Tensor] | N
 def dense_file(folder: Path, number: int) -> Path:
     """Path of a trainer's dense parameters and optimizer state."""
     return folder / ROLES_FOLDER / f"trainer-{number}.safetensors"
+
+
+def request_dense(folder: Path, number: int, *, timeout_s: float) -> bool:
+    """Ask trainers to save their dense parameters, and wait for those of trainer `number`; whether it has saved."""
+    request = folder / ROLES_FOLDER / DENSE_REQUEST
+    try:
+        request.touch(PRIVATE)
+    except OSError:  # the disk may be full
+        return False
+    deadline_s = time.monotonic() + timeout_s
+    while is_dense_requested(folder, number):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def is_dense_requested(folder: Path, number: int) -> bool:
+    """Whether a trainer was asked to save its dense parameters since it last did."""
+    try:
+        asked_ns = (folder / ROLES_FOLDER / DENSE_REQUEST).stat().st_mtime_ns
+    except OSError:
+        return False
+    try:
+        return dense_file(folder, number).stat().st_mtime_ns < asked_ns
+    except OSError:
+        return True
 
 
 def save_checkpoint(

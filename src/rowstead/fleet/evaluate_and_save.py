@@ -158,7 +158,7 @@ class EvaluateAndSave:
     def _run_task(self, task: str) -> bool:
         progress = read_reader_progress(self._spec, self._folder.path)  # before the rows: newer batches are trained on again
         position = position_in_logs(self._position, progress)
-        self._model.gather()
+        self._model.gather(is_training=True)
         if task == "checkpoint":
             self._write(position, progress)
             return False

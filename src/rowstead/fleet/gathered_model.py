@@ -23,6 +23,7 @@ from rowstead.fleet.build import (
     fleet_dtype,
     fleet_of,
     read_dense,
+    request_dense,
     save_checkpoint,
     write_dense,
 )
@@ -44,6 +45,8 @@ from rowstead.training.trained import evaluate as evaluate_run
 DEADLINE_S = 600.0
 """How long to wait for a server: the supervisor reports sooner if one cannot be restarted."""
 SNAPSHOT_S = 3600.0
+DENSE_SAVE_S = 2.0
+"""How long to wait until a trainer has saved its dense parameters; one that waits for batches does not."""
 MAX_ATTEMPTS = 5
 """Attempts to load a model into the servers, if they are killed meanwhile."""
 
@@ -81,8 +84,10 @@ class GatheredModel:
             dense |= self._optimizer
         write_dense(self._folder / ROLES_FOLDER / INITIAL_FILE, dense)
 
-    def gather(self) -> None:
-        """Fetch the current dense parameters; rows stay in the servers."""
+    def gather(self, *, is_training: bool = False) -> None:
+        """Fetch the current dense parameters; rows stay in the servers. During training trainers are asked to save theirs first."""
+        if is_training:
+            request_dense(self._folder, self._first_saved() or 0, timeout_s=DENSE_SAVE_S)
         saved = self._read_saved_dense()
         if saved is not None:
             load_net(self.model, saved)
@@ -125,10 +130,12 @@ class GatheredModel:
 
     def _read_saved_dense(self) -> dict[str, Tensor] | None:
         """Read what the first trainer with a file has saved, or what all started with."""
-        for number in range(fleet_of(self._spec).num_trainers):
-            if dense_file(self._folder, number).is_file():
-                return read_dense(self._folder, number)
-        return read_dense(self._folder)
+        return read_dense(self._folder, self._first_saved())
+
+    def _first_saved(self) -> int | None:
+        """The first trainer that has saved its dense parameters."""
+        numbers = range(fleet_of(self._spec).num_trainers)
+        return next((number for number in numbers if dense_file(self._folder, number).is_file()), None)
 
 
 class LocalTablesModel:
@@ -140,7 +147,7 @@ class LocalTablesModel:
     def load(self, saved: checkpoint.Checkpoint, *, with_optimizer: bool) -> None:
         """Do nothing: the trainer loads it by itself."""
 
-    def gather(self) -> None:
+    def gather(self, *, is_training: bool = False) -> None:
         """Do nothing: the trainer has saved it."""
 
     def save(self, folder: Path, position: Position, *, keep: int, progress: list[str]) -> Path:

@@ -28,6 +28,7 @@ from rowstead.fleet.build import (
     dense_file,
     fleet_dtype,
     fleet_of,
+    is_dense_requested,
     read_dense,
     read_reader_progress,
     save_checkpoint,
@@ -58,6 +59,10 @@ from rowstead.training.sync_base import SyncPolicy
 from rowstead.training.throughput import Throughput
 
 _log = logging.getLogger("rowstead.fleet")
+LOOK_EVERY_S = 0.02
+"""How often a trainer looks whether it is asked to save its dense parameters."""
+RETRY_SAVE_S = 5.0
+"""How long a trainer that could not save does not look."""
 DEADLINE_S = 120.0
 """How long a trainer waits for a server before it gives up; enough to restart the server."""
 
@@ -80,6 +85,8 @@ class FleetTrainer:
         self._num_steps = self._num_samples = self._saved_steps = 0
         self._position = Position()
         """Position of the checkpoint that was resumed, with `tables: local`."""
+        self._looked_s = 0.0
+        """When this trainer last looked whether it is asked to save."""
         self._saved_s, self._save_interval = time.monotonic(), GrowingInterval(self._fleet.snapshot_every_s)
         self._remote_batches: RemoteBatches | None = None
         self._workers: list[Stepper] = []
@@ -260,20 +267,29 @@ class FleetTrainer:
             stepper.load_dense_state(dense)
 
     def _save_if_due(self) -> None:
-        """Save, from the first thread: by time if the rows are in servers, else by steps."""
+        """Save, from the first thread: by time and when the coordinator asks if the rows are in servers, else by steps."""
         if self._fleet.tables == "remote":
             is_due = time.monotonic() >= self._saved_s + self._save_interval.seconds
+            is_asked = not is_due and self._is_asked_to_save()
         else:
             every = self._spec.train.checkpoint_every
-            is_due = every is not None and self._num_steps // every > self._saved_steps // every
-        if is_due:
+            is_due, is_asked = every is not None and self._num_steps // every > self._saved_steps // every, False
+        if is_due or is_asked:
             try:
                 self._save()
             except OSError as error:
                 if self._fleet.tables == "local":
                     raise
                 _log.warning("%s could not save its dense parameters, and tries again later: %s", self.name, error)
-            self._save_interval.grow()
+                self._looked_s = time.monotonic() + RETRY_SAVE_S
+            if is_due:
+                self._save_interval.grow()
+
+    def _is_asked_to_save(self) -> bool:
+        if (now_s := time.monotonic()) < self._looked_s + LOOK_EVERY_S:
+            return False
+        self._looked_s = now_s
+        return is_dense_requested(self._folder, self._number)
 
     def _save(self) -> None:
         num_steps, stepper = self._num_steps, self._workers[0]
