@@ -35,7 +35,7 @@ class Model(LocalTablesModel):
         self.saved_to: list[str] = []
         self.nes: list[float] = []
 
-    def gather(self) -> None:
+    def gather(self, *, is_training: bool = False) -> None:
         if self.problems:
             raise self.problems.pop(0)
 
