@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
 
 from rowstead.data.batch import Sparse, kjt_from_sparse
@@ -94,7 +95,7 @@ def test_compiled_weights_of_ids_have_their_gradients(optimizer: Any) -> None:
 def test_a_schedule_and_other_batches_compile_nothing_anew() -> None:
     bags = EmbeddingBags(TABLES, optimizer="sgd")
     eager = copy.deepcopy(bags)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(lambda sparse: bags(sparse).values().square().sum(), backend=counter, fullgraph=True, dynamic=True)
     random = torch.Generator().manual_seed(1)
     for step in range(6):
