@@ -103,7 +103,7 @@ def explain_end(part: Part, code: int, printed: str) -> str | None:
         return None if signal.SIGKILL in part.sent else "killed by nobody"
     if code - 128 in part.sent:
         is_lost = "progress since the last checkpoint is lost" in printed and (bool(part.killed) or part.was_cut)
-        is_saved = "the checkpoint is saved" in printed or is_lost
+        is_saved = "the checkpoint is saved" in printed or "run: finished after" in printed or is_lost
         has_steps = re.search(r"step [1-9]", printed) is not None
         return (
             None if is_saved or not has_steps or part.disk_was_full else f"exit code {code} without a word about its checkpoint"

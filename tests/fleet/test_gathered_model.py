@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rowstead.distributed.sharding import piece_layout
+from rowstead.fleet.build import dense_file, read_dense, write_dense
 from rowstead.fleet.coordinator import train_fleet
 from rowstead.fleet.gathered_model import GatheredModel
 from rowstead.fleet.partition import partition_tables
@@ -79,3 +80,14 @@ def test_dense_parameters_of_a_checkpoint_during_training_are_as_new_as_its_rows
     assert len(found) > 2
     for saved in found:
         assert float(saved.tensors["optimizer.0.step"]) >= saved.step
+
+
+def test_what_a_killed_trainer_has_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "roles").mkdir()
+    leftover = tmp_path / "roles" / ".trainer-0.safetensors.tmp-4711"
+    leftover.write_bytes(b"half")
+    write_dense(dense_file(tmp_path, 0), {"net.weight": torch.ones(2)})
+    assert not leftover.exists()
+    saved = read_dense(tmp_path, 0)
+    assert saved is not None
+    assert torch.equal(saved["net.weight"], torch.ones(2))

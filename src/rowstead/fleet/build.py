@@ -171,6 +171,8 @@ def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def write_dense(path: Path, tensors: dict[str, Tensor]) -> None:
+    for leftover in path.parent.glob(f".{path.name}.tmp-*"):  # of an incarnation that was killed while it wrote
+        leftover.unlink(missing_ok=True)
     content = save({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()})
     write_atomic(path, content, mode=PRIVATE)
 
